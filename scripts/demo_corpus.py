@@ -91,8 +91,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("
-")[0])
+    parser = argparse.ArgumentParser(description="Make a corpus from the standard library.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--samples", type=int, default=6000)
     parser.add_argument("--vocabulary", type=int, default=2048)
