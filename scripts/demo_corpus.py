@@ -3,7 +3,7 @@
 Each sample is one function or class. The prompt is its signature and docstring (loss mask 0), the answer is
 its body (loss mask 1). Tokens come from a byte-level BPE that is trained here, on these very samples.
 
-    python scripts/demo_corpus.py OUT [--samples 6000] [--vocabulary 2048]
+    python scripts/demo_corpus.py OUT [--samples 9000] [--vocabulary 2048]
 
 writes ``OUT/part-0.parquet``, ``OUT/part-1.parquet`` with the columns ``input_ids`` (list of int32),
 ``loss_mask`` (list of uint8), ``seq_len`` (int32), ``row`` (int64), and ``OUT/tokenizer.json``.
@@ -93,7 +93,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a corpus from the standard library.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--samples", type=int, default=6000)
+    parser.add_argument("--samples", type=int, default=9000)
     parser.add_argument("--vocabulary", type=int, default=2048)
     arguments = parser.parse_args()
 
