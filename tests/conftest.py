@@ -28,7 +28,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run this interpreter with some arguments, from the root; the finished process has its output as text."""
+    """Run this interpreter with some arguments, from the root, and return the finished process."""
 
     def run(*arguments: object, timeout: float = 120, **kwargs: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *map(str, arguments)]
