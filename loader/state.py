@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loader.keys import Purpose, derive_key, hash_ids
-from loader.plan import BlockPlan, Corpus, EpochOptions, EpochPlanner, PlanOptions, Pool, plan_block
+from loader.plan import EpochOptions, PlanOptions
 from shardgen.errors import UserError
 
 # What we write, and the oldest reader that understands it. A later version that only adds fields keeps
@@ -24,7 +24,6 @@ VERSION = 1
 MIN_VERSION = 1
 
 _DIGEST_KEY = derive_key(0, Purpose.DIGEST)
-_MASK = (1 << 64) - 1
 _EPOCH_FIELDS = tuple(field.name for field in fields(EpochOptions))
 
 
@@ -189,56 +188,3 @@ def _read_segments(items: list[dict[str, Any]], boundaries: list[list[int]]) -> 
         options = {**options, **delta}
         segments.append(Segment(options=PlanOptions.from_json(options), steps=steps))
     return tuple(segments)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """A block as its finished segments left it.
-
-    Attributes:
-        plan: Of the last segment; ``None`` when no step of the block was done.
-        plan_pool: What it planned.
-        plan_steps: Its finished steps.
-        left: Rows still to be delivered.
-    """
-
-    plan: BlockPlan | None
-    plan_pool: Pool
-    plan_steps: int
-    left: Pool
-
-
-def replay(state: ResumeState, corpus: Corpus, planner: EpochPlanner) -> Replay:
-    """Plan the state's segments again and compare what they dealt with what the state says.
-
-    Costs one plan of a block per segment, however deep in the epoch.
-
-    Raises:
-        UserError: The plans deal other samples: another planner, other data or a damaged state.
-    """
-    if state.block >= planner.num_blocks:
-        raise UserError(f"the state is in block {state.block} of an epoch with {planner.num_blocks} blocks")
-    pool = planner.pool(state.block)
-    plan, plan_pool, plan_steps = None, pool, 0
-    num_dealt = digest = 0
-    for number, segment in enumerate(state.segments):
-        plan_pool, plan_steps = pool, segment.steps
-        resumed = number > 0 or state.block > 0
-        plan = plan_block(
-            corpus, pool, segment.options, state.epoch_options, state.epoch, resumed=resumed
-        )
-        if segment.steps > plan.num_steps:
-            raise UserError(
-                f"the state counts {segment.steps} steps in segment {number} but its plan has "
-                f"{plan.num_steps}: it was saved with another planner or is damaged"
-            )
-        dealt = plan.rows[: plan.num_rows_before_step(segment.steps)]
-        num_dealt += len(dealt)
-        digest = (digest + digest_ids(pool.ids[dealt])) & _MASK
-        pool = pool.without(dealt)
-    if (num_dealt, digest) != (state.num_dealt, state.digest):
-        raise UserError(
-            f"replaying the state deals {num_dealt} samples with digest {digest:016x}, but it was saved after "
-            f"{state.num_dealt} with {state.digest:016x}: it comes from another planner, other data or is damaged"
-        )
-    return Replay(plan=plan, plan_pool=plan_pool, plan_steps=plan_steps, left=pool)

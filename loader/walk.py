@@ -1,0 +1,321 @@
+"""Walk an epoch block by block: from a saved position to the batches that follow, and back to a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loader.plan import (
+    BlockPlan,
+    Corpus,
+    EpochOptions,
+    EpochPlanner,
+    PlannedBatch,
+    PlanOptions,
+    Pool,
+    apply_skip,
+    plan_block,
+)
+from loader.state import ResumeState, Segment, digest_ids
+from shardgen.errors import UserError
+
+_MASK = (1 << 64) - 1
+_NAMED_IDS = 10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockRun:
+    """One plan of a block, and what had been done in the block before it.
+
+    Attributes:
+        begin: State at the start of the block, without segments.
+        before: Earlier segments of the block.
+        num_dealt: Rows dealt by them.
+        digest: Of the ids of those rows.
+        options: What planned this run.
+        pool: The rows it planned.
+        plan: As planned; the state counts by it.
+        shown: The plan with skipped rows taken out; what is delivered.
+        start: First step of the plan to deliver; the ones before were done when the state was saved.
+        is_last: Whether the epoch ends with this block.
+    """
+
+    begin: ResumeState
+    before: tuple[Segment, ...]
+    num_dealt: int
+    digest: int
+    options: PlanOptions
+    pool: Pool
+    plan: BlockPlan
+    shown: BlockPlan
+    start: int
+    is_last: bool
+
+    @property
+    def first_step(self) -> int:
+        """Number in the epoch of the plan's step 0."""
+        return self.begin.steps_before_block + sum(segment.steps for segment in self.before)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of each group that are still to be delivered."""
+        return int(self.plan.step_start[-1] - self.plan.step_start[self.start])
+
+    def state_after(self, steps: int) -> ResumeState:
+        """State when so many steps of this plan are done, earlier runs included."""
+        if steps == self.plan.num_steps:
+            if self.is_last:
+                return replace(self.begin, epoch=self.begin.epoch + 1, block=0, steps_before_block=0)
+            return replace(
+                self.begin, block=self.begin.block + 1, steps_before_block=self.first_step + steps
+            )
+        if steps == 0:
+            return replace(self.begin, segments=self.before, num_dealt=self.num_dealt, digest=self.digest)
+        dealt = self.plan.rows[: self.plan.num_rows_before_step(steps)]
+        return replace(
+            self.begin,
+            segments=(*self.before, Segment(options=self.options, steps=steps)),
+            num_dealt=self.num_dealt + len(dealt),
+            digest=(self.digest + digest_ids(self.pool.ids[dealt])) & _MASK,
+        )
+
+    def num_rows_by_step(self) -> NDArray[np.int64]:
+        """Rows of the whole block delivered before each step of the plan, int64, shape (num_steps + 1,)."""
+        first = self.plan.batch_start[self.plan.step_start * self.plan.world_size]
+        return self.num_dealt + first.astype(np.int64)
+
+
+class Plans:
+    """Plans on demand: the same arguments give the same plan, and the newest few are kept.
+
+    Args:
+        corpus: Lengths and shard sizes.
+        epoch_options: Fixed within an epoch.
+        skip: Sample ids to leave out, ascending, int64, shape (S,).
+    """
+
+    def __init__(self, corpus: Corpus, epoch_options: EpochOptions, skip: NDArray[np.int64]) -> None:
+        self.corpus = corpus
+        self.epoch_options = epoch_options
+        self.skip = skip
+        self._planners: dict[int, EpochPlanner] = {}
+        self._first_blocks: dict[tuple[int, PlanOptions], BlockRun] = {}
+        self._sizes: dict[tuple[int, int, PlanOptions], tuple[int, int]] = {}
+
+    def planner(self, epoch: int) -> EpochPlanner:
+        """Planner of an epoch; the newest two are kept."""
+        if epoch not in self._planners:
+            while len(self._planners) > 1:
+                self._planners.pop(next(iter(self._planners)))
+            self._planners[epoch] = EpochPlanner(self.corpus, self.epoch_options, epoch)
+        return self._planners[epoch]
+
+    def run(self, state: ResumeState, options: PlanOptions) -> BlockRun:
+        """The run that follows a state under today's options.
+
+        Replays the segments of the state's block, so it costs one plan of a block for each of them. Equal
+        options continue the last segment's plan; others plan anew what it left.
+
+        Raises:
+            UserError: The replay deals other samples than the state says.
+        """
+        fresh = not state.segments and state.block == 0
+        key = (state.epoch, options)
+        if fresh and key in self._first_blocks:
+            return self._first_blocks[key]
+        run = self._replay(state, options)
+        if fresh:  # `len` and the first `iter` both need it
+            self._first_blocks = {key: run}
+        return run
+
+    def _replay(self, state: ResumeState, options: PlanOptions) -> BlockRun:
+        planner = self.planner(state.epoch)
+        if state.block >= planner.num_blocks:
+            raise UserError(
+                f"the state is in block {state.block} of an epoch with {planner.num_blocks} blocks: it is damaged"
+            )
+        is_last = state.block == planner.num_blocks - 1
+        begin = replace(state, segments=(), num_dealt=0, digest=0)
+        left = planner.pool(state.block)
+        num_dealt = digest = 0
+        run: BlockRun | None = None
+        segments = state.segments
+        for number, segment in enumerate(segments):
+            plan = self._plan(left, state, segment.options, number)
+            if segment.steps > plan.num_steps:
+                raise UserError(
+                    f"the state counts {segment.steps} steps in segment {number} but its plan has "
+                    f"{plan.num_steps}: it comes from another planner, other data or is damaged"
+                )
+            run = BlockRun(
+                begin=begin,
+                before=segments[:number],
+                num_dealt=num_dealt,
+                digest=digest,
+                options=segment.options,
+                pool=left,
+                plan=plan,
+                shown=plan,
+                start=segment.steps,
+                is_last=is_last,
+            )
+            dealt = plan.rows[: plan.num_rows_before_step(segment.steps)]
+            num_dealt += len(dealt)
+            digest = (digest + digest_ids(left.ids[dealt])) & _MASK
+            left = left.without(dealt)
+        if (num_dealt, digest) != (state.num_dealt, state.digest):
+            raise UserError(
+                f"replaying the state deals {num_dealt} samples with digest {digest:016x}, but it was saved "
+                f"after {state.num_dealt} with {state.digest:016x}: it comes from another planner, other data "
+                "or is damaged"
+            )
+        if run is not None and run.options == options:
+            return replace(run, shown=self._shown(run.plan))
+        plan = self._plan(left, state, options, len(segments))
+        return BlockRun(
+            begin=begin,
+            before=segments,
+            num_dealt=num_dealt,
+            digest=digest,
+            options=options,
+            pool=left,
+            plan=plan,
+            shown=self._shown(plan),
+            start=0,
+            is_last=is_last,
+        )
+
+    def _plan(self, pool: Pool, state: ResumeState, options: PlanOptions, number: int) -> BlockPlan:
+        # Only the very first plan of an epoch may refuse what a later one has to cope with.
+        resumed = number > 0 or state.block > 0
+        return plan_block(self.corpus, pool, options, self.epoch_options, state.epoch, resumed=resumed)
+
+    def _shown(self, plan: BlockPlan) -> BlockPlan:
+        return apply_skip(plan, self.corpus, self.skip) if len(self.skip) else plan
+
+    def runs(self, state: ResumeState, options: PlanOptions) -> Iterator[BlockRun]:
+        """Runs from a state to the end of its epoch."""
+        epoch = state.epoch
+        while state.epoch == epoch:
+            run = self.run(state, options)
+            yield run
+            state = run.state_after(run.plan.num_steps)
+
+    def size(self, state: ResumeState, options: PlanOptions) -> tuple[int, int]:
+        """Steps, and batches of each group, from a state to the end of its epoch.
+
+        Plans the blocks it has not planned before; the counts of whole blocks are kept.
+        """
+        num_steps = num_batches = 0
+        num_blocks = self.planner(state.epoch).num_blocks
+        if state.segments:
+            run = self.run(state, options)
+            num_steps, num_batches = run.plan.num_steps - run.start, run.num_batches
+            state = replace(state, block=state.block + 1, segments=(), num_dealt=0, digest=0)
+        for block in range(state.block, num_blocks):
+            key = (state.epoch, block, options)
+            if key not in self._sizes:
+                run = self.run(replace(state, block=block, steps_before_block=0), options)
+                self._sizes[key] = run.plan.num_steps, run.num_batches
+            steps, batches = self._sizes[key]
+            num_steps, num_batches = num_steps + steps, num_batches + batches
+        return num_steps, num_batches
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """One batch to deliver, and where it stands.
+
+    Attributes:
+        planned: The batch; its ``step`` counts from the epoch's start.
+        epoch: Epoch number.
+        run: The run it belongs to.
+        step: Step in the run's plan.
+    """
+
+    planned: PlannedBatch
+    epoch: int
+    run: BlockRun
+    step: int
+
+    @property
+    def ends_step(self) -> bool:
+        return self.planned.micro_step == self.planned.num_micro_steps - 1
+
+    @property
+    def ends_run(self) -> bool:
+        return self.ends_step and self.step == self.run.plan.num_steps - 1
+
+
+def tasks(plans: Plans, state: ResumeState, options: PlanOptions, group: int) -> Iterator[Task]:
+    """One group's batches from a state to the end of its epoch, in order.
+
+    Blocks are planned when they are reached; nothing of an earlier one is kept by this iterator.
+    """
+    for run in plans.runs(state, options):
+        shown, first_step = run.shown, run.first_step
+        for step in range(run.start, shown.num_steps):
+            for micro_step in range(int(shown.step_start[step + 1] - shown.step_start[step])):
+                planned = shown.batch(step, micro_step, group)
+                yield Task(
+                    planned=replace(planned, step=first_step + step), epoch=state.epoch, run=run, step=step
+                )
+
+
+@dataclass
+class Delivered:
+    """What one group really received of a run, against what its plan gave it.
+
+    Args:
+        run: The run.
+        group: Number of the group.
+    """
+
+    run: BlockRun
+    group: int
+    _ids: NDArray[np.int64] = field(init=False)
+    _due: NDArray[np.int64] = field(init=False)
+    _got: NDArray[np.int64] = field(init=False)
+    _foreign: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        plan = self.run.shown
+        batches = np.arange(int(plan.step_start[self.run.start]) * plan.world_size, len(plan.batch_start) - 1)
+        mine = batches[batches % plan.world_size == self.group]
+        rows = np.repeat(mine, plan.batch_start[mine + 1] - plan.batch_start[mine])
+        # (num_rows,) positions: each batch's first row plus its place inside the batch
+        place = np.arange(len(rows)) - np.repeat(
+            np.cumsum(plan.batch_start[mine + 1] - plan.batch_start[mine])
+            - (plan.batch_start[mine + 1] - plan.batch_start[mine]),
+            plan.batch_start[mine + 1] - plan.batch_start[mine],
+        )
+        share = plan.sample_ids[plan.batch_start[rows] + place]
+        self._ids, self._due = np.unique(share, return_counts=True)
+        self._got = np.zeros_like(self._due)
+
+    def mark(self, sample_ids: NDArray[np.int64]) -> None:
+        """Note the ids of a batch that was delivered."""
+        if len(self._ids) == 0:
+            self._foreign += sample_ids.tolist()
+            return
+        at = np.minimum(np.searchsorted(self._ids, sample_ids), len(self._ids) - 1)
+        known = self._ids[at] == sample_ids
+        np.add.at(self._got, at[known], 1)
+        self._foreign += sample_ids[~known].tolist()
+
+    def check(self) -> None:
+        """Compare at the end of the run.
+
+        Raises:
+            RuntimeError: Naming up to 10 ids that were lost, repeated or not due.
+        """
+        wrong = self._ids[self._got != self._due].tolist() + self._foreign
+        if wrong:
+            raise RuntimeError(
+                f"epoch {self.run.begin.epoch}, block {self.run.begin.block}: {len(wrong)} samples were not delivered "
+                f"as planned (lost, repeated or foreign), among them {wrong[:_NAMED_IDS]}: the batches of this block "
+                "cannot be trusted; please report this with the loader's options"
+            )
