@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,7 +31,7 @@ def root() -> Path:
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run this interpreter with some arguments, from the root, and return the finished process."""
 
-    def run(*arguments: object, timeout: float = 120, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: object, timeout: float = 120, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *map(str, arguments)]
         kwargs.setdefault("cwd", ROOT)
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **kwargs)
@@ -44,7 +45,16 @@ def shardgen_cli(
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run ``python -m shardgen`` with some arguments in a process of its own."""
 
-    def run(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: object, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         return python("-m", "shardgen", *arguments, **kwargs)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, python: Callable[..., Any]) -> Path:
+    """A folder of two Parquet files with 400 real samples, made as the demo makes its own."""
+    folder = tmp_path_factory.mktemp("corpus") / "corpus"
+    finished = python(ROOT / "scripts/demo_corpus.py", folder, "--samples", 400, "--vocabulary", 600)
+    assert finished.returncode == 0, finished.stderr
+    return folder
