@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loader.keys import Purpose, derive_key, hash_ids
-from loader.plan import EpochOptions, PlanOptions
+from loader.options import EpochOptions, PlanOptions
 from shardgen.errors import UserError
 
 # What we write, and the oldest reader that understands it. A later version that only adds fields keeps

@@ -8,22 +8,39 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from loader.plan import (
-    BlockPlan,
-    Corpus,
-    EpochOptions,
-    EpochPlanner,
-    PlannedBatch,
-    PlanOptions,
-    Pool,
-    apply_skip,
-    plan_block,
-)
+from loader.options import EpochOptions, PlanOptions
+from loader.plan import BlockPlan, PlannedBatch, apply_skip, plan_block
+from loader.pool import Corpus, EpochPlanner, Pool
 from loader.state import ResumeState, Segment, digest_ids
 from shardgen.errors import UserError
 
 _MASK = (1 << 64) - 1
 _NAMED_IDS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much a stretch of an epoch holds.
+
+    Attributes:
+        steps: Optimizer steps.
+        batches: Batches of each group.
+        rows: Samples over all groups.
+        plain: Whether every batch's tensor has exactly one row per sample (no filler, no static shape).
+    """
+
+    steps: int = 0
+    batches: int = 0
+    rows: int = 0
+    plain: bool = True
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            steps=self.steps + other.steps,
+            batches=self.batches + other.batches,
+            rows=self.rows + other.rows,
+            plain=self.plain and other.plain,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,9 +86,7 @@ class BlockRun:
         if steps == self.plan.num_steps:
             if self.is_last:
                 return replace(self.begin, epoch=self.begin.epoch + 1, block=0, steps_before_block=0)
-            return replace(
-                self.begin, block=self.begin.block + 1, steps_before_block=self.first_step + steps
-            )
+            return replace(self.begin, block=self.begin.block + 1, steps_before_block=self.first_step + steps)
         if steps == 0:
             return replace(self.begin, segments=self.before, num_dealt=self.num_dealt, digest=self.digest)
         dealt = self.plan.rows[: self.plan.num_rows_before_step(steps)]
@@ -82,10 +97,16 @@ class BlockRun:
             digest=(self.digest + digest_ids(self.pool.ids[dealt])) & _MASK,
         )
 
-    def num_rows_by_step(self) -> NDArray[np.int64]:
-        """Rows of the whole block delivered before each step of the plan, int64, shape (num_steps + 1,)."""
-        first = self.plan.batch_start[self.plan.step_start * self.plan.world_size]
-        return self.num_dealt + first.astype(np.int64)
+    def size(self) -> Size:
+        """What is still to be delivered of this run."""
+        first = int(self.shown.step_start[self.start]) * self.shown.world_size
+        rows = np.diff(self.shown.batch_start)[first:]
+        return Size(
+            steps=self.plan.num_steps - self.start,
+            batches=self.num_batches,
+            rows=int(rows.sum()),
+            plain=bool((rows == self.shown.batch_num_rows[first:]).all()),
+        )
 
 
 class Plans:
@@ -93,17 +114,21 @@ class Plans:
 
     Args:
         corpus: Lengths and shard sizes.
+        fingerprint: Of the dataset.
         epoch_options: Fixed within an epoch.
         skip: Sample ids to leave out, ascending, int64, shape (S,).
     """
 
-    def __init__(self, corpus: Corpus, epoch_options: EpochOptions, skip: NDArray[np.int64]) -> None:
+    def __init__(
+        self, corpus: Corpus, fingerprint: str, epoch_options: EpochOptions, skip: NDArray[np.int64]
+    ) -> None:
         self.corpus = corpus
+        self.fingerprint = fingerprint
         self.epoch_options = epoch_options
         self.skip = skip
         self._planners: dict[int, EpochPlanner] = {}
         self._first_blocks: dict[tuple[int, PlanOptions], BlockRun] = {}
-        self._sizes: dict[tuple[int, int, PlanOptions], tuple[int, int]] = {}
+        self._sizes: dict[tuple[int, int, PlanOptions], Size] = {}
 
     def planner(self, epoch: int) -> EpochPlanner:
         """Planner of an epoch; the newest two are kept."""
@@ -204,25 +229,34 @@ class Plans:
             yield run
             state = run.state_after(run.plan.num_steps)
 
-    def size(self, state: ResumeState, options: PlanOptions) -> tuple[int, int]:
-        """Steps, and batches of each group, from a state to the end of its epoch.
+    def size(self, state: ResumeState, options: PlanOptions) -> Size:
+        """From a state to the end of its epoch.
 
-        Plans the blocks it has not planned before; the counts of whole blocks are kept.
+        Plans the blocks it has not planned before; the sizes of whole blocks are kept.
         """
-        num_steps = num_batches = 0
-        num_blocks = self.planner(state.epoch).num_blocks
+        total, block = Size(), state.block
         if state.segments:
-            run = self.run(state, options)
-            num_steps, num_batches = run.plan.num_steps - run.start, run.num_batches
-            state = replace(state, block=state.block + 1, segments=(), num_dealt=0, digest=0)
-        for block in range(state.block, num_blocks):
-            key = (state.epoch, block, options)
-            if key not in self._sizes:
-                run = self.run(replace(state, block=block, steps_before_block=0), options)
-                self._sizes[key] = run.plan.num_steps, run.num_batches
-            steps, batches = self._sizes[key]
-            num_steps, num_batches = num_steps + steps, num_batches + batches
-        return num_steps, num_batches
+            total, block = self.run(state, options).size(), state.block + 1
+        for whole in range(block, self.planner(state.epoch).num_blocks):
+            total += self.block_size(state.epoch, whole, options)
+        return total
+
+    def block_size(self, epoch: int, block: int, options: PlanOptions) -> Size:
+        """Size of a whole block that one set of options plans."""
+        key = (epoch, block, options)
+        if key not in self._sizes:
+            self._sizes[key] = self.run(self.at(epoch, block), options).size()
+        return self._sizes[key]
+
+    def at(self, epoch: int, block: int = 0, steps_before_block: int = 0) -> ResumeState:
+        """State at the start of a block."""
+        return ResumeState(
+            fingerprint=self.fingerprint,
+            epoch_options=self.epoch_options,
+            epoch=epoch,
+            block=block,
+            steps_before_block=steps_before_block,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -285,14 +319,11 @@ class Delivered:
         plan = self.run.shown
         batches = np.arange(int(plan.step_start[self.run.start]) * plan.world_size, len(plan.batch_start) - 1)
         mine = batches[batches % plan.world_size == self.group]
-        rows = np.repeat(mine, plan.batch_start[mine + 1] - plan.batch_start[mine])
-        # (num_rows,) positions: each batch's first row plus its place inside the batch
-        place = np.arange(len(rows)) - np.repeat(
-            np.cumsum(plan.batch_start[mine + 1] - plan.batch_start[mine])
-            - (plan.batch_start[mine + 1] - plan.batch_start[mine]),
-            plan.batch_start[mine + 1] - plan.batch_start[mine],
-        )
-        share = plan.sample_ids[plan.batch_start[rows] + place]
+        num_rows = plan.batch_start[mine + 1] - plan.batch_start[mine]
+        batch_of_row = np.repeat(mine, num_rows)
+        # (rows of all batches,) positions: each batch's first row plus its place inside the batch
+        place = np.arange(len(batch_of_row)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+        share = plan.sample_ids[plan.batch_start[batch_of_row] + place]
         self._ids, self._due = np.unique(share, return_counts=True)
         self._got = np.zeros_like(self._due)
 

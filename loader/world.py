@@ -94,6 +94,4 @@ def detect(replication: int | None = None, env: Mapping[str, str] | None = None)
         raise UserError(f"LOCAL_WORLD_SIZE is {env['LOCAL_WORLD_SIZE']!r}: use an integer") from None
     if not 1 <= ranks_per_node <= num_ranks:
         ranks_per_node = num_ranks
-    return World(
-        rank=rank, num_ranks=num_ranks, ranks_per_node=ranks_per_node, replication=replication or 1
-    )
+    return World(rank=rank, num_ranks=num_ranks, ranks_per_node=ranks_per_node, replication=replication or 1)
