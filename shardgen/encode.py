@@ -22,11 +22,22 @@ class Payload:
         values: Array values of the stored type, text as bytes, or one scalar per sample.
         starts: First value of each sample inside ``values``, int64, shape (N,); unused for scalars.
         num_items: Values (or bytes of text) of each sample, int64, shape (N,).
+        scalar: ``values`` holds one number per sample.
     """
 
     values: NDArray[np.generic]
     starts: NDArray[np.int64]
     num_items: NDArray[np.int64]
+    scalar: bool = False
+
+    def take(self, order: NDArray[np.int64]) -> Payload:
+        """The same for the samples in another order."""
+        return Payload(
+            values=self.values[order] if self.scalar else self.values,
+            starts=self.starts[order],
+            num_items=self.num_items[order],
+            scalar=self.scalar,
+        )
 
 
 def _scatter(out: NDArray[np.uint8], at: NDArray[np.int64], rows: NDArray[np.generic]) -> None:

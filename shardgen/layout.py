@@ -207,7 +207,9 @@ def lay_out(sizes: NDArray[np.int64], bucket_counts: NDArray[np.int64], fmt: Sha
         numbers += range(len(cuts) - 1)
         starts.append(cuts[:-1] + first)
         first += count
-    shard_start = np.append(np.concatenate(starts) if starts else np.zeros(0, np.int64), first).astype(np.int64)
+    shard_start = np.append(np.concatenate(starts) if starts else np.zeros(0, np.int64), first).astype(
+        np.int64
+    )
     counts = np.diff(shard_start)
     cumulative = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     payload = cumulative[shard_start[1:]] - cumulative[shard_start[:-1]]

@@ -1,0 +1,51 @@
+"""One item ahead in a second thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+_END = object()
+
+
+def prefetch(items: Iterator[T], depth: int = 1) -> Iterator[T]:
+    """The same items in the same order, up to ``depth`` of them made ahead in another thread.
+
+    An exception of the source comes out where its item would have been. Leaving the iteration early
+    stops the thread before this returns.
+    """
+    ready: queue.Queue[object] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: object) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def produce() -> None:
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+            put(_END)
+        except BaseException as error:  # handed to the consumer, which raises it
+            put((None, error))
+
+    thread = threading.Thread(target=produce, name="shardgen-read", daemon=True)
+    thread.start()
+    try:
+        while (got := ready.get()) is not _END:
+            item, error = got  # type: ignore[misc]
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,168 @@
+"""The directory under construction: beside its destination, published by one rename."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+
+from shardgen.errors import UserError
+from shardgen.manifest import MANIFEST, Manifest
+
+RENAME_EXCHANGE = 2
+AT_FDCWD = -100
+
+
+def own_files(manifest: Manifest, directory: str) -> set[str]:
+    """Paths that a build may hold, relative to its directory: from the manifest and the index it names."""
+    import json
+
+    names = {MANIFEST, "index.json"}
+    for bucket in manifest.buckets:
+        if bucket.directory is None:
+            continue
+        names |= {f"{bucket.directory}/index.json", f"{bucket.directory}/samples.parquet"}
+        try:
+            with open(os.path.join(directory, bucket.directory, "index.json"), encoding="utf-8") as file:
+                shards = json.load(file)["shards"]
+        except (OSError, ValueError, KeyError):
+            continue
+        for shard in shards:
+            for key in ("raw_data", "zip_data"):
+                if shard.get(key):
+                    names.add(f"{bucket.directory}/{shard[key]['basename']}")
+    return names
+
+
+def _files(directory: str) -> Iterable[str]:
+    for root, _, names in os.walk(directory):
+        for name in names:
+            yield os.path.relpath(os.path.join(root, name), directory)
+
+
+def check_destination(out: str, inputs: Sequence[str], *, overwrite: bool) -> str:
+    """The real path of ``--out``, or a refusal.
+
+    Args:
+        out: What the user asked for.
+        inputs: Source files and the directories they were found in.
+        overwrite: Whether an earlier build may be replaced.
+
+    Raises:
+        UserError: ``out`` is an input or holds one, is no directory, holds foreign files, or holds a
+            build and ``overwrite`` is off.
+    """
+    target = os.path.realpath(out)
+    for path in inputs:
+        real = os.path.realpath(path)
+        if real == target or real.startswith(target.rstrip(os.sep) + os.sep):
+            raise UserError(f"--out {out} is the input {path} or holds it: choose another --out")
+    if not os.path.lexists(target):
+        return target
+    if not os.path.isdir(target):
+        raise UserError(f"--out {out} is a file: choose another --out")
+    if not os.listdir(target):
+        return target
+    if not os.path.isfile(os.path.join(target, MANIFEST)):
+        foreign = min(_files(target), default=os.listdir(target)[0])
+        raise UserError(
+            f"--out {out} is not empty and is no build of ours (it holds {foreign}): choose another --out"
+        )
+    if not overwrite:
+        raise UserError(
+            f"--out {out} holds a finished build: use --overwrite to replace it, or another --out"
+        )
+    own = own_files(Manifest.load(target), target)
+    foreign_files = sorted(set(_files(target)) - own)
+    if foreign_files:
+        raise UserError(
+            f"--out {out} holds files that are not of the build (such as {foreign_files[0]}): "
+            "move them away or choose another --out"
+        )
+    return target
+
+
+def fsync_directory(path: str) -> None:
+    """Force a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(a: str, b: str) -> bool:
+    """Swap two directories in one step; False where the kernel or file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done = renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE)
+    return bool(done == 0)
+
+
+class Staging:
+    """A temporary sibling of the destination, held by one process at a time.
+
+    Attributes:
+        target: Destination.
+        directory: Where to build.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        parent, name = os.path.split(target)
+        self.directory = os.path.join(parent, f".{name}.building")
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Make and lock the directory."""
+        os.makedirs(os.path.dirname(self.target), exist_ok=True)
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except FileExistsError:
+            raise UserError(f"{self.directory} is in the way: remove it") from None
+        self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise UserError(f"another build of {self.target} is running: wait for it") from None
+
+    def clear(self) -> None:
+        """Remove everything inside."""
+        for name in os.listdir(self.directory):
+            path = os.path.join(self.directory, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+    def publish(self) -> None:
+        """Put the directory in the destination's place: one rename, or one swap with an earlier build."""
+        for root, _, _ in os.walk(self.directory):
+            fsync_directory(root)
+        old = f"{self.directory}.old"
+        if os.path.isdir(self.target) and os.listdir(self.target):
+            if _exchange(self.directory, self.target):
+                os.rename(self.directory, old)
+            else:
+                os.rename(self.target, old)
+                os.rename(self.directory, self.target)
+        else:
+            os.rename(self.directory, self.target)
+        fsync_directory(os.path.dirname(self.target))
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove the directory, whatever is in it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
