@@ -23,7 +23,8 @@ from shardgen.formats import SourceFile
 from shardgen.layout import Layout, ShardFormat
 from shardgen.lengths import Histogram
 from shardgen.manifest import BucketSummary, Manifest
-from shardgen.optimize import OptimizeResult, optimize
+from shardgen._interim import estimate_efficiency, optimize
+from shardgen.optimize import OptimizeResult
 from shardgen.policies import OverLength, Policies, Samples, Skip, apply_policies
 from shardgen.reading import RowReader
 from shardgen.scan import scan_lengths
@@ -133,13 +134,45 @@ class BuildResult:
         out: Where it is.
         manifest: Its record.
         plan: How its boundaries were found.
+        full_shuffle_efficiency: Expected padding efficiency of one bucket for all, at lookahead 1.
         seconds: Time it took.
     """
 
     out: str
     manifest: Manifest
     plan: OptimizeResult
+    full_shuffle_efficiency: float
     seconds: float
+
+    @property
+    def hand_picked_efficiency(self) -> float | None:
+        """Expected padding efficiency of hand-picked boundaries at lookahead 1."""
+        hand = self.plan.alternatives.get("hand")
+        return None if hand is None else hand.padding_efficiency
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        record = self.manifest.to_json()
+        kept = (
+            "fingerprint",
+            "num_samples",
+            "num_tokens",
+            "num_loss_tokens",
+            "boundaries",
+            "columns",
+            "counts",
+        )
+        return {
+            "out": self.out,
+            **{name: record[name] for name in kept},
+            **self.manifest.predicted,
+            "hand_picked_efficiency": self.hand_picked_efficiency,
+            "full_shuffle_efficiency": self.full_shuffle_efficiency,
+            "token_budget": record["options"]["token_budget"],
+            "buckets": record["buckets"],
+            "seconds": self.seconds,
+            "samples_per_second": self.manifest.num_samples / max(self.seconds, 1e-9),
+        }
 
 
 def find_boundaries(lengths: NDArray[np.int32], options: BuildOptions) -> OptimizeResult:
@@ -239,7 +272,15 @@ def build(
         raise
     finally:
         staging.close()
-    return BuildResult(out=out, manifest=manifest, plan=plan, seconds=time.perf_counter() - began)
+    one = Buckets(boundaries=(0, int(samples.lengths.max())))
+    histogram = Histogram.from_lengths(samples.lengths)
+    return BuildResult(
+        out=out,
+        manifest=manifest,
+        plan=plan,
+        full_shuffle_efficiency=estimate_efficiency(histogram, one, options.budget, 1),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def _seal(

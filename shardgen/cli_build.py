@@ -1,0 +1,137 @@
+"""``shardgen build``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import click
+
+try:
+    from shardgen.cli_options import planning_options
+except ImportError:  # pragma: no cover
+
+    def planning_options(command: Any) -> Any:
+        options = [
+            click.option("--buckets", default="6"),
+            click.option("--boundaries"),
+            click.option("--token-budget", type=int, default=49152),
+            click.option("--cost-budget", type=int),
+            click.option("--max-batch-size", type=int),
+            click.option("--padding", type=click.Choice(["longest", "boundary"]), default="longest"),
+            click.option("--pad-to-multiple-of", type=int, default=1),
+            click.option("--lookahead", type=int, default=32),
+            click.option("--optimize-for-lookahead", type=int, default=1),
+            click.option("--quadratic-length", type=int),
+            click.option("--overhead-tokens", type=int),
+            click.option("--cost-model"),
+        ]
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+
+class ByteSize(click.ParamType):
+    """Bytes, with an optional ``kb``, ``mb`` or ``gb`` (powers of 1024)."""
+
+    name = "size"
+    UNITS = (("kb", 1 << 10), ("mb", 1 << 20), ("gb", 1 << 30), ("b", 1), ("", 1))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().lower()
+        suffix, unit = next((s, u) for s, u in self.UNITS if text.endswith(s))
+        try:
+            size = int(float(text.removesuffix(suffix)) * unit)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is no size: write it like 64mb or 67108864", param, ctx)
+        if size < 1:
+            self.fail(f"{value!r} is below one byte", param, ctx)
+        return size
+
+
+def names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """A comma-separated list of names."""
+    return tuple(name.strip() for name in (value or "").split(",") if name.strip())
+
+
+def hash_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """Like :func:`names`; ``none`` for none."""
+    return () if value.strip().lower() == "none" else names(ctx, param, value)
+
+
+def build_options(options: dict[str, Any]) -> Any:
+    """The options of a build from those of the command line."""
+    from shardgen.build import BuildOptions
+    from shardgen.cost import CostModel
+
+    values = dict(options)
+    buckets = values.pop("buckets")
+    values["num_buckets"] = buckets if buckets == "auto" else int(buckets)
+    if isinstance(values["boundaries"], str):
+        values["boundaries"] = tuple(int(b) for b in values["boundaries"].split(","))
+    model, quadratic, overhead = (
+        values.pop(k) for k in ("cost_model", "quadratic_length", "overhead_tokens")
+    )
+    if not isinstance(model, CostModel):
+        model = (
+            CostModel.load(model)
+            if model
+            else CostModel(quadratic_length=quadratic, overhead_tokens=overhead or 0)
+        )
+    known = {f.name for f in fields(BuildOptions)}
+    return BuildOptions(cost_model=model, **{k: v for k, v in values.items() if k in known})
+
+
+@click.command("build", context_settings={"show_default": True})
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--out", required=True, help="Directory to make; it appears when it is complete.")
+@planning_options
+@click.option("--columns", callback=names, help="Columns to store besides tokens and mask, comma-separated.")
+@click.option("--tokens-column", default="input_ids", help="Column with a list of token ids per row.")
+@click.option(
+    "--length-column",
+    show_default="seq_len if there is one",
+    help='Column with the number of tokens, so that they need not be read; "" for none.',
+)
+@click.option("--loss-mask-column", help="Column with a list that is 0 where a token has no loss.")
+@click.option("--split", help="Split of a saved DatasetDict.")
+@click.option("--max-length", type=click.IntRange(1), help="Longest sample, in tokens.")
+@click.option("--over-length", type=click.Choice(["error", "drop", "truncate", "split"]), default="error")
+@click.option(
+    "--on-empty", type=click.Choice(["error", "skip"]), default="error", help="Rows without tokens."
+)
+@click.option("--on-null", type=click.Choice(["error", "skip"]), default="error", help="Rows with a null.")
+@click.option("--token-dtype", default="auto", help="auto, uint16, int32 or another integer type.")
+@click.option("--shard-size", type=ByteSize(), default="64mb", help="Most bytes of a shard, uncompressed.")
+@click.option("--compression", help="Such as zstd:3; none by default.")
+@click.option("--hashes", callback=hash_names, default="xxh64", help="Comma-separated, or none.")
+@click.option("--workers", type=click.IntRange(1), default=1, help="Processes that read and write.")
+@click.option("--memory", type=ByteSize(), default="512mb", help="Buffers of each process.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier build once the new one is complete.")
+@click.option(
+    "--tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="To estimate an epoch."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+def build_command(
+    inputs: tuple[str, ...], out: str, tokens_per_second: float | None, as_json: bool, **options: Any
+) -> None:
+    """Write length-bucketed shards from Parquet, Arrow or JSON-lines files."""
+    from shardgen.build import build
+    from shardgen.console import print_build, progress_bars, stderr_console
+
+    with progress_bars() as progress:
+        result = build(inputs, out, build_options(options), progress)
+    report = result.to_json()
+    console = stderr_console()
+    print_build(result, console)
+    if tokens_per_second is not None:
+        padded = result.manifest.num_tokens / (result.plan.lookahead_padding_efficiency or 1.0)
+        report["epoch_seconds"] = padded / tokens_per_second
+        console.print(
+            f"an epoch at {tokens_per_second:,.0f} padded tokens/s: {report['epoch_seconds'] / 3600:.2f} h"
+        )
+    if as_json:
+        click.echo(json.dumps(report))
