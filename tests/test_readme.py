@@ -1,4 +1,4 @@
-"""The front page tells the truth: its commands and its Python run as printed, in its order, on real samples."""
+"""The front page tells the truth: its commands and its Python run as printed, in order, on real samples."""
 
 import os
 import re
@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
-# What the page leaves to its reader: a model and an optimizer, here as small as they come. Its corpus is small
-# too, so the loop over epochs ends soon.
+# What the page leaves to its reader: a model and an optimizer, here as small as they come. The corpus is
+# small too, so the loop over epochs ends soon.
 PRELUDE = """
 import torch
 
