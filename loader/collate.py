@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loader.columns import finish_column, read_column
+from loader.columns import finish_column, pad_value, read_column
 from loader.raw import RawBatch, joined
 from loader.shards import SampleReader
 from shardgen.errors import UserError
@@ -104,16 +104,9 @@ class Collator:
         for column in self.pad_values:
             if column not in known:
                 raise UserError(f"pad_values: {column!r} is none of the columns {', '.join(sorted(known))}")
-        self.pad_token = self._pad_token()
-
-    def _pad_token(self) -> int:
-        value = self.pad_values.get(self.tokens_column, 0)
-        limits = np.iinfo(np.int64)
-        if isinstance(value, bool) or int(value) != value or not limits.min <= value <= limits.max:
-            raise UserError(
-                f"pad_values: {self.tokens_column!r} is padded with {value!r}, not with a token id"
-            )
-        return int(value)
+        self.pad_token = int(
+            pad_value(tokens_column, self.pad_values.get(tokens_column, 0), np.dtype(np.int64))
+        )
 
     def __call__(
         self,

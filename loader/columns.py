@@ -128,7 +128,10 @@ def pad_value(name: str, pad: Any, dtype: np.dtype[Any]) -> Any:
         if dtype.kind in "iu" and int(pad) == pad and np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
             return dtype.type(int(pad))
         if dtype.kind == "f":
-            return dtype.type(float(pad))
+            with np.errstate(over="ignore"):
+                value = dtype.type(float(pad))
+            if np.isinf(value) == np.isinf(float(pad)):
+                return value
     except (TypeError, ValueError, OverflowError):
         pass
     raise UserError(f"pad_values: {pad!r} for column {name!r} is no {dtype.name}")

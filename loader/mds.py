@@ -94,7 +94,6 @@ def decode_array(encoding: ArrayEncoding, data: Bytes) -> NDArray[Any]:
 _PLAIN: dict[str, Callable[[Bytes], Any]] = {
     "bytes": bytes,
     "str": lambda data: str(data, "utf-8"),
-    "int": lambda data: int.from_bytes(data, "little", signed=True),
     "json": lambda data: json.loads(str(data, "utf-8")),
     "str_int": lambda data: int(str(data, "utf-8")),
     "str_float": lambda data: float(str(data, "utf-8")),
@@ -120,10 +119,11 @@ def decode_value(encoding: str, data: Bytes, fallback: Callable[[str, bytes], An
     """
     if array := array_encoding(encoding):
         return decode_array(array, data)
-    if encoding in SCALARS:
-        if len(data) != SCALARS[encoding].itemsize:
-            raise ValueError(f"{encoding} needs {SCALARS[encoding].itemsize} bytes, not {len(data)}")
-        return np.frombuffer(data, SCALARS[encoding])[0]
+    if dtype := scalar_dtype(encoding):
+        if len(data) != dtype.itemsize:
+            raise ValueError(f"{encoding} needs {dtype.itemsize} bytes, not {len(data)}")
+        value = np.frombuffer(data, dtype)[0]
+        return int(value) if encoding == "int" else value
     if plain := _PLAIN.get(encoding):
         return plain(data)
     if fallback is None:
