@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from shardgen.errors import UserError
 
 
+class ShardNotFound(UserError, FileNotFoundError):
+    """A shard's file is not there: never downloaded, or evicted since."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """The columns of a shard, in stored order.
@@ -126,6 +130,8 @@ class MappedShard:
             if num_bytes == 0:
                 raise UserError(f"{name}: bytes 0:{info.raw_bytes} are missing, {path} is empty: {way_out}")
             self.view = memoryview(_map_file(path))
+        except FileNotFoundError as error:
+            raise ShardNotFound(f"{name}: there is no {path}: download or build it again") from error
         except OSError as error:
             raise UserError(f"{name}: cannot read {path}: {error.strerror}") from error
         self.data: NDArray[np.uint8] = np.frombuffer(self.view, np.uint8)  # (bytes,)

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loader.mds import ArrayEncoding, array_encoding, column_span, decode_value, scalar_dtype, vector_span
-from loader.shardfile import Columns, MappedShard, ShardInfo
+from loader.shardfile import Columns, MappedShard, ShardInfo, ShardNotFound
 from shardgen.errors import UserError
 
-__all__ = ["Columns", "SampleReader", "ShardInfo", "Vectors"]
+__all__ = ["Columns", "SampleReader", "ShardInfo", "ShardNotFound", "Vectors"]
 
 
 def _most_maps() -> int:
@@ -109,8 +109,8 @@ class SampleReader:
         """Map a shard now and check its header against the index.
 
         Raises:
-            UserError: The file is missing, truncated or another shard; names the shard, the sample
-                and the bytes.
+            ShardNotFound: There is no such file.
+            UserError: The file is truncated or another shard; names the shard, the sample and the bytes.
         """
         self._shard(shard)
 
@@ -124,6 +124,10 @@ class SampleReader:
         """Let go of all maps; reading opens them again."""
         self._open.clear()
         self._spans.clear()
+
+    def open_shards(self) -> list[int]:
+        """Numbers of the shards mapped now."""
+        return list(self._open)
 
     def resident(self) -> int:
         """Number of shards mapped now."""

@@ -17,7 +17,7 @@ from streaming.base.format.mds.encodings import mds_decode, mds_encode
 from streaming.base.format.mds.reader import MDSReader
 
 from loader.mds import array_encoding, column_span, decode_array, decode_value, vector_span
-from loader.shards import SampleReader, ShardInfo
+from loader.shards import SampleReader, ShardInfo, ShardNotFound
 from shardgen.errors import UserError
 
 NUMBERS = [
@@ -362,13 +362,17 @@ def test_maps_come_on_first_use_and_go_when_dropped(tmp_path):
     assert reader.resident() == 0
     part = reader.vectors(np.array([0, 39]), "x").parts[0]
     last = int(reader.shard_of([39])[0])
-    assert (reader.resident(), asked) == (2, [0, last])
+    assert (reader.resident(), reader.open_shards(), asked) == (2, [0, last], [0, last])
     os.unlink(locate(0))
     reader.drop(0)
     assert reader.resident() == 1
     assert bytes(part) == samples[0]["x"].tobytes()  # what was handed out outlives its map and its file
-    with pytest.raises(UserError, match=r"shard shard.00000.mds: cannot read .*No such file"):
+    with pytest.raises(
+        ShardNotFound, match=rf"^shard shard.00000.mds: there is no {tmp_path}/shard.00000.mds"
+    ):
         reader.vectors(np.array([0]), "x")
+    assert issubclass(ShardNotFound, UserError)
+    assert issubclass(ShardNotFound, FileNotFoundError)
     reader.close()
     assert reader.resident() == 0
     assert reader.values(np.array([39]), "n") == [39]
@@ -524,6 +528,15 @@ def test_a_sample_that_disagrees_with_its_offsets(damaged):
             read(change)
         assert str(caught.value).startswith(where)
         assert bytes(read(change, 11).parts[0]) == samples[11]["x"].tobytes()
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    reader, _ = small_set(tmp_path)
+    path = tmp_path / reader.shards[0].basename
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"shard shard.00000.mds: cannot read .*: Is a directory"):
+        reader.open(0)
 
 
 def test_values_that_are_not_what_the_column_says(tmp_path):
