@@ -86,6 +86,11 @@ class Progress:
     def begin(self) -> Session:
         """Start the next pass; one still running is over."""
         start = self.next_start()
+        # A plan that is refused is refused before step 0, the later blocks' tails included.
+        if self.options.tail == "error":
+            self.plans.size(start, self.options)
+        else:
+            self.plans.run(start, self.options)
         self._loaded = None
         self._place = start
         self._next_epoch = start.epoch + 1
@@ -170,19 +175,22 @@ class Progress:
         self._loaded = state
         self._delivered = None
 
-    def state_at(self, num_samples: int, from_beginning: bool) -> ResumeState:
+    def state_at(
+        self, num_samples: int, from_beginning: bool, start: ResumeState | None = None
+    ) -> ResumeState:
         """State after so many samples over all ranks; between two steps the earlier one.
 
         Args:
             num_samples: Samples since the epoch's start, or since this pass began.
             from_beginning: Which of the two.
+            start: Where the pass began; this position's own by default.
 
         Raises:
             UserError: Rows and samples do not correspond: fillers, static shapes or the packed layout.
         """
         if num_samples < 0:
             raise UserError(f"num_samples is {num_samples}: it must be a whole number from 0")
-        start = self._loaded or (self._session.start if self._session else None)
+        start = start or self._loaded or (self._session.start if self._session else None)
         if start is None:
             place = self._place
             start = place if isinstance(place, ResumeState) else place[0].state_after(place[0].start)

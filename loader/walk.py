@@ -109,6 +109,20 @@ class BlockRun:
         )
 
 
+def longest_allowed(options: PlanOptions) -> int:
+    """Longest sample in tokens that a batch can hold alone, static shapes considered; 0 when none."""
+    budget = options.budget()
+    if options.padding != "boundary":
+        return budget.longest_allowed
+    upper = np.array(options.boundaries[1:], np.int64)
+    fits = budget.max_rows(upper) >= 1
+    return int(upper[fits].max()) if fits.any() else 0
+
+
+def _select(pool: Pool, rows: NDArray[np.int64]) -> Pool:
+    return Pool(ids=pool.ids[rows], copies=pool.copies[rows], lanes=pool.lanes[rows])
+
+
 class Plans:
     """Plans on demand: the same arguments give the same plan, and the newest few are kept.
 
@@ -126,8 +140,10 @@ class Plans:
         self.fingerprint = fingerprint
         self.epoch_options = epoch_options
         self.skip = skip
+        self._longest = int(corpus.lengths.max())
+        self._allowed: dict[PlanOptions, int] = {}
         self._planners: dict[int, EpochPlanner] = {}
-        self._first_blocks: dict[tuple[int, PlanOptions], BlockRun] = {}
+        self._starts: dict[tuple[ResumeState, PlanOptions], BlockRun] = {}
         self._sizes: dict[tuple[int, int, PlanOptions], Size] = {}
 
     def planner(self, epoch: int) -> EpochPlanner:
@@ -147,14 +163,13 @@ class Plans:
         Raises:
             UserError: The replay deals other samples than the state says.
         """
-        fresh = not state.segments and state.block == 0
-        key = (state.epoch, options)
-        if fresh and key in self._first_blocks:
-            return self._first_blocks[key]
-        run = self._replay(state, options)
-        if fresh:  # `len` and the first `iter` both need it
-            self._first_blocks = {key: run}
-        return run
+        key = (state, options)
+        if key not in self._starts:
+            run = self._replay(state, options)
+            if not state.segments and state.block > 0:
+                return run
+            self._starts = {key: run}  # `len`, a load and the first `iter` all need it
+        return self._starts[key]
 
     def _replay(self, state: ResumeState, options: PlanOptions) -> BlockRun:
         planner = self.planner(state.epoch)
@@ -169,7 +184,9 @@ class Plans:
         run: BlockRun | None = None
         segments = state.segments
         for number, segment in enumerate(segments):
-            plan = self._plan(left, state, segment.options, number)
+            fit = self.fitting(left, segment.options)
+            pool = left if fit is None else _select(left, fit)
+            plan = self._plan(pool, state, segment.options, number)
             if segment.steps > plan.num_steps:
                 raise UserError(
                     f"the state counts {segment.steps} steps in segment {number} but its plan has "
@@ -181,7 +198,7 @@ class Plans:
                 num_dealt=num_dealt,
                 digest=digest,
                 options=segment.options,
-                pool=left,
+                pool=pool,
                 plan=plan,
                 shown=plan,
                 start=segment.steps,
@@ -189,8 +206,8 @@ class Plans:
             )
             dealt = plan.rows[: plan.num_rows_before_step(segment.steps)]
             num_dealt += len(dealt)
-            digest = (digest + digest_ids(left.ids[dealt])) & _MASK
-            left = left.without(dealt)
+            digest = (digest + digest_ids(pool.ids[dealt])) & _MASK
+            left = left.without(dealt if fit is None else fit[dealt])
         if (num_dealt, digest) != (state.num_dealt, state.digest):
             raise UserError(
                 f"replaying the state deals {num_dealt} samples with digest {digest:016x}, but it was saved "
@@ -198,28 +215,42 @@ class Plans:
                 "or is damaged"
             )
         if run is not None and run.options == options:
-            return replace(run, shown=self._shown(run.plan))
-        plan = self._plan(left, state, options, len(segments))
+            return replace(run, shown=self._shown(run.plan, options))
+        fit = self.fitting(left, options)
+        pool = left if fit is None else _select(left, fit)
+        plan = self._plan(pool, state, options, len(segments))
         return BlockRun(
             begin=begin,
             before=segments,
             num_dealt=num_dealt,
             digest=digest,
             options=options,
-            pool=left,
+            pool=pool,
             plan=plan,
-            shown=self._shown(plan),
+            shown=self._shown(plan, options),
             start=0,
             is_last=is_last,
         )
+
+    def fitting(self, pool: Pool, options: PlanOptions) -> NDArray[np.int64] | None:
+        """Entries that some batch can hold, int64, ascending; ``None`` for all.
+
+        The others are all named by ``skip`` (else the options were refused), and there is no plan with them.
+        """
+        if options not in self._allowed:
+            self._allowed[options] = longest_allowed(options)
+        allowed = self._allowed[options]
+        if self._longest <= allowed:
+            return None
+        return np.flatnonzero(self.corpus.lengths[pool.ids] <= allowed)
 
     def _plan(self, pool: Pool, state: ResumeState, options: PlanOptions, number: int) -> BlockPlan:
         # Only the very first plan of an epoch may refuse what a later one has to cope with.
         resumed = number > 0 or state.block > 0
         return plan_block(self.corpus, pool, options, self.epoch_options, state.epoch, resumed=resumed)
 
-    def _shown(self, plan: BlockPlan) -> BlockPlan:
-        return apply_skip(plan, self.corpus, self.skip) if len(self.skip) else plan
+    def _shown(self, plan: BlockPlan, options: PlanOptions) -> BlockPlan:
+        return apply_skip(plan, self.corpus, options, self.skip) if len(self.skip) else plan
 
     def runs(self, state: ResumeState, options: PlanOptions) -> Iterator[BlockRun]:
         """Runs from a state to the end of its epoch."""
