@@ -58,7 +58,7 @@ class _Bins:
         length: NDArray[np.int64],
         cost: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
-        """Put one row into each named batch that has room for it; the names are distinct. Says where it went in."""
+        """Put one row into each named batch, all distinct, that has room for it; says where it went in."""
         fits = (self.tokens[window, bin_] >= length) & (self.cost[window, bin_] >= cost)
         fits &= self.rows[window, bin_] >= 1
         at = window[fits], bin_[fits]
@@ -84,7 +84,7 @@ def cut_packed(rows: Rows, options: PlanOptions, lookahead: int) -> Cuts:
     few = per_batch < _FEW_ROWS
     width = max(lookahead, round(_BEST_FIT_ROWS / per_batch)) if few else lookahead
     width = max(1, min(width, int(in_lane.min() / _WHOLE)))
-    # Windows of equal content in hash order; what makes no window is a random part and waits for the next round.
+    # Windows of equal content in hash order; what makes no window is random, and waits for the next round.
     order = np.lexsort((rows.hash, rows.group))
     before = np.cumsum(share[order]) - share[order]
     lane_before = np.cumsum(in_lane).astype(np.int64) - in_lane.astype(np.int64)
@@ -100,7 +100,7 @@ def cut_packed(rows: Rows, options: PlanOptions, lookahead: int) -> Cuts:
 
 
 def _share(length: NDArray[np.int64], cost: NDArray[np.int64], options: PlanOptions) -> NDArray[np.int64]:
-    """Part of a batch that each row takes, in units of 1 / ``_WHOLE``, by the limit that binds most overall."""
+    """Part of a batch that each row takes, in units of 1 / ``_WHOLE``, by the limit that binds most."""
     shares = [length * _WHOLE // options.token_budget]
     if options.cost_budget is not None:
         cost_model = options.cost_model()

@@ -60,7 +60,8 @@ def plan_block(
     """
     if len(pool) < options.world_size and not resumed:
         raise UserError(
-            f"{len(pool)} samples cannot feed {options.world_size} ranks: use at most {len(pool)} ranks or more data"
+            f"{len(pool)} samples in a block cannot feed {options.world_size} ranks: use at most {len(pool)} "
+            f"ranks, or a larger block_samples where there is more data"
         )
     return _Round(corpus, pool, options, epoch_options, epoch, resumed=resumed).plan()
 
@@ -86,8 +87,8 @@ class _Round:
         num_canonical = epoch_options.num_canonical_nodes
         if not resumed and options.batches_per_step % num_canonical:
             raise UserError(
-                f"num_canonical_nodes {num_canonical} does not divide the {options.batches_per_step} batches of a "
-                f"step ({options.world_size} ranks x {options.accumulate}): use a divisor of that"
+                f"num_canonical_nodes {num_canonical} does not divide the {options.batches_per_step} batches "
+                f"of a step ({options.world_size} ranks x {options.accumulate}): use a divisor of that"
             )
         num_lanes = gcd(num_canonical, options.batches_per_step)
         self.layout = Layout(
@@ -100,9 +101,8 @@ class _Round:
             key = derive_key(epoch_options.seed, Purpose.ROW, epoch)
             self.hash = hash_ids(pool.ids, key, pool.copies)
         else:  # monotone in the entry: windows are then runs of the stored order
-            self.hash = (np.arange(len(pool)) * ((1 << 62) // max(1, len(pool)))).astype(
-                np.uint64
-            ) << np.uint64(2)
+            step = np.uint64(((1 << 64) - 1) // max(1, len(pool)))
+            self.hash = np.arange(len(pool), dtype=np.uint64) * step
         self._fit_buckets()
 
     def _fit_buckets(self) -> None:
@@ -111,8 +111,8 @@ class _Round:
         if longest > upper[-1]:
             at = int(self.length.argmax())
             raise UserError(
-                f"sample {int(self.pool.ids[at])} has {longest} tokens, above the last boundary {int(upper[-1])}: "
-                f"raise it"
+                f"sample {int(self.pool.ids[at])} has {longest} tokens, above the last boundary "
+                f"{int(upper[-1])}: raise it"
             )
         bucket_at = np.searchsorted(upper, np.arange(longest + 1))
         self.bucket = bucket_at[self.length]
@@ -124,8 +124,8 @@ class _Round:
             at = int(np.where(over, self.length, 0).argmax())
             what = f" (padded to {int(self.padded_at[self.length[at]])})"
             raise UserError(
-                f"sample {int(self.pool.ids[at])} has {int(self.length[at])} tokens{what} and fits no batch of "
-                f"token_budget {self.options.token_budget}"
+                f"sample {int(self.pool.ids[at])} has {int(self.length[at])} tokens{what} and fits no batch "
+                f"of token_budget {self.options.token_budget}"
                 + (f", cost_budget {self.options.cost_budget}" if self.options.cost_budget else "")
                 + f" ({int(over.sum())} samples are too long): raise the budget or leave them out with skip="
             )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loader.keys import pick
+from shardgen.batching import window_counts
 
 _U64 = np.uint64
 # Below this many random bits between length and row number, equal lengths would meet too often.
@@ -86,7 +87,8 @@ def _sort_windows(
     num_groups = int(rows.group.max()) + 1
     # Whole numbers in float64 are exact here: below 2^53 up to 10^9 rows.
     batches = np.bincount(rows.group, weights=_SHARE // rows_at[rows.length], minlength=num_groups) / _SHARE
-    num_windows = np.maximum(1, np.floor(batches / lookahead + 0.5)).astype(np.int64)
+    num_rows = np.bincount(rows.group, minlength=num_groups)
+    num_windows = window_counts(num_rows, batches, lookahead)
     base = np.cumsum(num_windows) - num_windows
     window = base[rows.group] + pick(rows.hash, num_windows[rows.group])
     total = int(num_windows.sum())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,8 +36,8 @@ def assign(lengths: ArrayLike, boundaries: Sequence[int]) -> NDArray[np.int64]:
     if outside.any():
         sample = int(outside.argmax())
         raise UserError(
-            f"sample {sample} has length {int(lengths[sample])}, outside the boundaries "
-            f"{int(bounds[0])}..{int(bounds[-1])} ({int(outside.sum())} such samples): raise the last boundary"
+            f"sample {sample} has length {int(lengths[sample])}, outside the boundaries {int(bounds[0])}.."
+            f"{int(bounds[-1])} ({int(outside.sum())} such samples): raise the last boundary"
         )
     return bucket
 
@@ -52,12 +53,12 @@ class Buckets:
         object.__setattr__(self, "boundaries", bounds)
         if len(bounds) < 2 or bounds[0] != 0:
             raise UserError(f"boundaries {list(bounds)} need a 0 and at least one upper bound")
-        if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(bounds)):
             raise UserError(f"boundaries {list(bounds)} are not strictly ascending")
 
     @classmethod
     def from_upper_bounds(cls, bounds: Sequence[int], longest: int) -> Buckets:
-        """Buckets from upper bounds as people write them: 0 is optional, ``longest`` is appended when above the last."""
+        """Buckets from upper bounds: 0 is optional, ``longest`` is appended when above the last."""
         bounds = [int(b) for b in bounds]
         if not bounds or bounds[0] != 0:
             bounds.insert(0, 0)
@@ -143,7 +144,7 @@ class TokenBudget:
             low, high = (middle, high) if self.max_rows(middle) >= 1 else (low, middle - 1)
         return low
 
-    def check_longest(self, lengths: NDArray[np.integer]) -> None:
+    def check_longest(self, lengths: NDArray[np.integer[Any]]) -> None:
         """Refuse samples that no batch can hold.
 
         Args:
@@ -162,6 +163,6 @@ class TokenBudget:
         if self.pad_to_multiple_of > 1:
             budget += f" with pad_to_multiple_of {self.pad_to_multiple_of}"
         raise UserError(
-            f"sample {sample} has {int(lengths[sample])} tokens but {budget} lets a sample have at most {limit} "
-            f"({num_over} samples are too long): raise the budget or leave them out with skip="
+            f"sample {sample} has {int(lengths[sample])} tokens but {budget} lets a sample have at most "
+            f"{limit} ({num_over} samples are too long): raise the budget or leave them out with skip="
         )

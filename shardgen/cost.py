@@ -63,7 +63,8 @@ class CostModel:
         """Cost in token-equivalents, float64; arguments as in :meth:`scaled`, fractions allowed."""
         rows, length = np.asarray(num_rows, np.float64), np.asarray(padded_length, np.float64)
         quadratic = 0.0 if self.quadratic_length is None else length / self.quadratic_length
-        return rows * length * (1.0 + quadratic) + self.overhead_tokens
+        cost: NDArray[np.float64] = rows * length * (1.0 + quadratic) + self.overhead_tokens
+        return cost
 
     def to_json(self) -> dict[str, Any]:
         return {"quadratic_length": self.quadratic_length, "overhead_tokens": self.overhead_tokens}

@@ -13,7 +13,7 @@ from shardgen.errors import UserError
 
 
 def check_lengths(lengths: NDArray[np.generic], where: str) -> NDArray[np.int64]:
-    """One-dimensional positive integers as int64, or a :class:`UserError` that names ``where`` and the value."""
+    """One-dimensional positive integers as int64, or a :class:`UserError` naming ``where`` and the value."""
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise UserError(
             f"{where} holds {lengths.dtype} of shape {lengths.shape}: lengths are integers of shape (N,)"
@@ -104,7 +104,7 @@ def read_histogram_file(path: str | Path) -> Histogram:
 
 
 def read_lengths_file(path: str | Path) -> NDArray[np.int64]:
-    """Lengths by sample from ``.npy`` or ``.npz``, int64, shape (N,); errors as in :func:`read_histogram_file`."""
+    """Lengths by sample, int64, shape (N,); files and errors as in :func:`read_histogram_file`."""
     path = Path(path)
     arrays = _load_arrays(path)
     if "counts" in arrays and "lengths" in arrays:
