@@ -93,6 +93,7 @@ def main() -> None:
         optimizer.load_state_dict(checkpoint["optimizer"])
         loader.load_state_dict(checkpoint["loader"])
         step = checkpoint["step"]
+    saved_step = step
     num_steps = loader.num_steps(loader.epoch)
     if rank == 0:
         print(
@@ -124,7 +125,8 @@ def main() -> None:
         step_tokens += meta.step_num_tokens
         if rank == 0:
             with (arguments.run / "losses.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "num_steps": num_steps, "loss": mean_loss}) + "\n")
+                record = {"step": step, "num_steps": num_steps, "loss": mean_loss, "saved_step": saved_step}
+                file.write(json.dumps(record) + "\n")
             if step % 20 == 0:
                 speed = step_tokens / (time.perf_counter() - began)
                 print(
@@ -143,6 +145,7 @@ def main() -> None:
             }
             torch.save(saved, checkpoint_path.with_suffix(".tmp"))
             os.replace(checkpoint_path.with_suffix(".tmp"), checkpoint_path)
+            saved_step = step
     if rank == 0:
         metrics = loader.metrics()
         print(

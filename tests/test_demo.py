@@ -100,6 +100,6 @@ def test_the_count_takes_finished_steps_of_the_killed_run_and_all_of_the_next(tm
     (tmp_path / "delivered-1-0.jsonl").write_text(
         "".join(json.dumps({"step": i + 1, "sample_ids": ids}) + "\n" for i, ids in enumerate(after_restart))
     )
-    counts = demo_restart.delivered(tmp_path, 0, 1, 1)
-    counts += demo_restart.delivered(tmp_path, 1, 1, float("inf"))
+    counts = demo_restart.delivered(tmp_path, 0, 1)
+    counts += demo_restart.delivered(tmp_path, 1, float("inf"))
     assert counts == right
