@@ -26,8 +26,8 @@ def _most_maps() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)
 
 
-# First byte and number of bytes of each row (as memoryviews of u32: indexing them gives an int three times
-# faster than indexing an array), and the file.
+# First byte of each row's values and the byte after (as memoryviews of u32: indexing them gives an int three
+# times faster than indexing an array), and the file.
 _Spans = tuple[memoryview, memoryview, memoryview]
 
 
@@ -81,17 +81,20 @@ class SampleReader:
             )
         self._ends = np.cumsum(counts)  # (shards,) id after the last sample of each
         self._starts = self._ends - counts
+        self._num_samples = int(counts.sum())
         self._most_maps = _most_maps()
         self._open: dict[int, MappedShard] = {}
         # by (column, whether only the values of an array are meant), then by shard
         self._spans: dict[tuple[str, bool], dict[int, _Spans]] = {}
+        # rows of open shards that cannot be read by their spans, by the same keys; empty in a good set
+        self._odd: dict[tuple[str, bool, int], frozenset[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}, "_spans": {}, "bytes_read": 0}
+        return {**self.__dict__, "_open": {}, "_spans": {}, "_odd": {}, "bytes_read": 0}
 
     @property
     def num_samples(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._num_samples
 
     def shard_of(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Shard number of every sample id, int64, shape (n,).
@@ -99,8 +102,9 @@ class SampleReader:
         Raises:
             UserError: An id is outside the set.
         """
-        ids = np.asarray(sample_ids, np.int64)
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
+        ids = np.ascontiguousarray(sample_ids, np.int64)
+        # Read as unsigned, a negative id is too large: one pass finds both.
+        if len(ids) and ids.view(np.uint64).max() >= self.num_samples:
             wrong = int(ids[(ids < 0) | (ids >= self.num_samples)][0])
             raise UserError(f"sample {wrong} is outside the {self.num_samples} samples of the set")
         return np.searchsorted(self._ends, ids, side="right")
@@ -124,6 +128,7 @@ class SampleReader:
         """Let go of all maps; reading opens them again."""
         self._open.clear()
         self._spans.clear()
+        self._odd.clear()
 
     def open_shards(self) -> list[int]:
         """Numbers of the shards mapped now."""
@@ -148,27 +153,33 @@ class SampleReader:
         starts, lengths, good = column_span(shard.data, shard.offsets.astype(np.int64), sizes, place)
         if array is not None:
             starts, good, lengths = vector_span(shard.data, starts, lengths, good, array)
-        # Byte 0 belongs to no sample: it marks what has to be read one by one, or not at all.
-        first = np.where(good, starts, 0).astype(np.uint32)
-        return memoryview(first), memoryview(lengths.astype(np.uint32)), shard.view  # type: ignore[arg-type]
+        key = (column, array is not None, number)
+        self._odd.pop(key, None)
+        if not good.all():
+            starts, lengths = np.where(good, starts, 0), np.where(good, lengths, 0)
+            self._odd[key] = frozenset(np.flatnonzero(~good).tolist())
+        ends = (starts + lengths).astype(np.uint32)
+        return memoryview(starts.astype(np.uint32)), memoryview(ends), shard.view  # type: ignore[arg-type]
 
     def _parts(
         self, sample_ids: NDArray[np.int64], column: str, array: ArrayEncoding | None
     ) -> list[memoryview] | None:
         """Bytes of each value (of an array: of its numbers); ``None`` when one needs a closer look."""
-        numbers = self.shard_of(sample_ids)
-        rows = sample_ids - self._starts[numbers]
-        spans = self._spans.setdefault((column, array is not None), {})
-        parts = []
-        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-            found = spans.get(number)
-            if found is None:
-                found = spans[number] = self._span(number, column, array)
-            starts, lengths, view = found
-            start = starts[row]
-            if not start:
-                return None
-            parts.append(view[start : start + lengths[row]])
+        places = self.shard_of(sample_ids)
+        numbers, rows = places.tolist(), (sample_ids - self._starts[places]).tolist()
+        key = (column, array is not None)
+        spans = self._spans.setdefault(key, {})
+        found = []
+        for number in numbers:
+            span = spans.get(number)
+            if span is None:
+                span = spans[number] = self._span(number, column, array)
+            found.append(span)
+        if self._odd:
+            for number, row in zip(numbers, rows, strict=True):
+                if row in self._odd.get((*key, number), ()):
+                    return None
+        parts = [view[starts[row] : ends[row]] for (starts, ends, view), row in zip(found, rows, strict=True)]
         self.bytes_read += sum(map(len, parts))
         return parts
 
@@ -187,11 +198,12 @@ class SampleReader:
         stored = array_encoding(encoding)
         if stored is None:
             raise UserError(f"column {column!r} is stored as {encoding!r}, not as an ndarray")
-        parts = self._parts(sample_ids, column, stored)
+        parts = self._parts(sample_ids, column, stored) if stored.dtype is not None else None
         if parts is None or stored.dtype is None:
             return self._slow_vectors(sample_ids, column)
-        num_bytes = np.fromiter(map(len, parts), np.int64, len(parts))
-        return Vectors(parts=parts, dtype=stored.dtype, lengths=num_bytes // stored.dtype.itemsize)
+        itemsize = stored.dtype.itemsize
+        lengths = np.array([len(part) // itemsize for part in parts], np.int64)
+        return Vectors(parts=parts, dtype=stored.dtype, lengths=lengths)
 
     def scalars(self, sample_ids: NDArray[np.int64], column: str) -> NDArray[Any]:
         """The numbers of a column stored as ``int`` or as a numpy scalar, in the stored dtype, shape (n,)."""
