@@ -64,8 +64,8 @@ def hash_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
 
 def build_options(options: dict[str, Any]) -> Any:
     """The options of a build from those of the command line."""
-    from shardgen.build import BuildOptions
     from shardgen.cost import CostModel
+    from shardgen.options import BuildOptions
 
     values = dict(options)
     buckets = values.pop("buckets")
@@ -110,6 +110,9 @@ def build_options(options: dict[str, Any]) -> Any:
 @click.option("--hashes", callback=hash_names, default="xxh64", help="Comma-separated, or none.")
 @click.option("--workers", type=click.IntRange(1), default=1, help="Processes that read and write.")
 @click.option("--memory", type=ByteSize(), default="512mb", help="Buffers of each process.")
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", help="Who runs the workers.")
+@click.option("--ray-address", help="Ray cluster to use; a local one is started by default.")
+@click.option("--resume", is_flag=True, help="Go on with a build that was killed.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier build once the new one is complete.")
 @click.option(
     "--tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="To estimate an epoch."

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from shardgen.execute import Progress
+from shardgen.progress import Progress
 
 if TYPE_CHECKING:
     from shardgen.build import BuildResult
@@ -29,7 +29,7 @@ def stderr_console() -> Console:
 def progress_bars() -> Iterator[Progress]:
     """Bars on stderr when it is a terminal, else nothing."""
     if not sys.stderr.isatty():
-        yield Progress()
+        yield Progress(note=lambda text: print(text, file=sys.stderr, flush=True))
         return
     columns = (
         SpinnerColumn(),
@@ -49,7 +49,7 @@ def progress_bars() -> Iterator[Progress]:
             if bars.task_ids:
                 bars.advance(bars.task_ids[-1], amount)
 
-        yield Progress(start=start, advance=advance)
+        yield Progress(start=start, advance=advance, note=bars.console.print)
 
 
 def percent(value: float | None) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from shardgen import storage
 from shardgen.errors import UserError
 
 
@@ -56,7 +55,11 @@ class SourceFile:
 
     def statistics(self, column: str) -> list[ColumnStatistics] | None:
         """Statistics of each partition from the file's metadata, or ``None`` where the kind has none."""
-        return _parquet_statistics(self, column) if self.kind == "parquet" else None
+        if self.kind != "parquet":
+            return None
+        from shardgen.read_parquet import parquet_statistics
+
+        return parquet_statistics(self, column)
 
     def batches(
         self, columns: Sequence[str], first: int, last: int, max_rows: int, *, threads: bool = True
@@ -72,7 +75,7 @@ class SourceFile:
         """
         names = list(dict.fromkeys(columns))
         with reading(self.path):
-            for batch in _READERS[self.kind](self, names, first, last, max_rows, threads):
+            for batch in _reader(self.kind)(self, names, first, last, max_rows, threads):
                 for row in range(0, batch.num_rows, max_rows):
                     yield batch.slice(row, max_rows)
 
@@ -89,62 +92,21 @@ def reading(path: str) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {text}") from error
 
 
-def _open_parquet(source: SourceFile) -> Any:
-    import pyarrow.parquet as pq
+def _reader(kind: str) -> Any:
+    """Function that yields the record batches of a kind of file."""
+    if kind == "parquet":
+        from shardgen.read_parquet import parquet_batches
 
-    # Pages are decoded as batches ask for them, so a row group of any size is streamed.
-    return pq.ParquetFile(storage.open_input(source.path), pre_buffer=False)
+        return parquet_batches
+    if kind == "jsonl":
+        from shardgen.read_jsonl import jsonl_batches
 
+        return jsonl_batches
+    from shardgen import read_arrow
 
-def _parquet_batches(
-    source: SourceFile, columns: list[str], first: int, last: int, max_rows: int, threads: bool
-) -> Iterator[Any]:
-    with _open_parquet(source) as file:
-        groups = list(range(first, last))
-        yield from file.iter_batches(max_rows, row_groups=groups, columns=columns, use_threads=threads)
-
-
-def _leaf_indices(metadata: Any, column: str) -> list[int]:
-    """Numbers of the physical columns that store a top-level column."""
-    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    return [i for i, path in enumerate(paths) if path == column or path.startswith(f"{column}.")]
-
-
-def _parquet_statistics(source: SourceFile, column: str) -> list[ColumnStatistics] | None:
-    with reading(source.path), _open_parquet(source) as file:
-        metadata = file.metadata
-        leaves = _leaf_indices(metadata, column)
-        if len(leaves) != 1:
-            return None
-        found = []
-        for group in range(metadata.num_row_groups):
-            stats = metadata.row_group(group).column(leaves[0]).statistics
-            ranged = stats is not None and stats.has_min_max and isinstance(stats.min, int)
-            found.append(
-                ColumnStatistics(
-                    low=int(stats.min) if ranged else None,
-                    high=int(stats.max) if ranged else None,
-                    num_null=stats.null_count if stats is not None and stats.has_null_count else None,
-                )
-            )
-        return found
-
-
-def describe_parquet(path: str, num_bytes: int, version: str) -> SourceFile:
-    """Read the footer of a Parquet file."""
-    import pyarrow.parquet as pq
-
-    with reading(path), pq.ParquetFile(storage.open_input(path), pre_buffer=False) as file:
-        metadata = file.metadata
-        rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-        return SourceFile(
-            path=path,
-            kind="parquet",
-            num_bytes=num_bytes,
-            version=version,
-            schema=file.schema_arrow,
-            partition_rows=rows,
-        )
-
-
-_READERS: dict[str, Any] = {"parquet": _parquet_batches}
+    readers = {
+        "arrow": read_arrow.file_batches,
+        "arrow-stream": read_arrow.stream_batches,
+        "indexed": read_arrow.indexed_batches,
+    }
+    return readers[kind]

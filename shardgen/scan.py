@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardgen.columns import list_lengths, null_mask, numbers, plain
+from shardgen.columns import is_list, list_lengths, null_mask, numbers, plain
 from shardgen.errors import UserError
 from shardgen.formats import ColumnStatistics, SourceFile
 from shardgen.sources import find_length_column
@@ -76,6 +76,15 @@ def _counted(source: SourceFile, columns: Sequence[str], first: int, last: int) 
     return [np.concatenate(found) for found in parts]
 
 
+def _null_rows(source: SourceFile, column: str, partition: int) -> NDArray[np.bool_]:
+    """Rows of a partition that are null in a column, or hold a null in it, bool, shape (R,)."""
+    parts = [np.zeros(0, np.bool_)]
+    for batch in source.batches([column], partition, partition + 1, OFFSET_ROWS):
+        array = plain(batch.column(0))
+        parts.append(list_lengths(array)[1] if is_list(array.type) else null_mask(array))
+    return np.concatenate(parts)
+
+
 def _suspicious(stored: NDArray[np.int32], statistics: ColumnStatistics | None) -> bool:
     """Whether the lengths of a partition cannot be taken from the column alone.
 
@@ -93,6 +102,7 @@ def scan_lengths(
     tokens_column: str,
     length_column: str | None = None,
     measured: Sequence[str] = (),
+    null_columns: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> RowLengths:
     """Lengths of all rows.
@@ -102,6 +112,7 @@ def scan_lengths(
         tokens_column: Column of tokens.
         length_column: As in :func:`shardgen.sources.find_length_column`.
         measured: Columns whose size the number of tokens does not tell (strings, ragged lists).
+        null_columns: Columns in which a null makes the row null.
         progress: Called with the number of rows read since the last call.
 
     Raises:
@@ -114,6 +125,7 @@ def scan_lengths(
         num_partitions = len(source.partition_rows)
         statistics = (source.statistics(tokens_column) if column else None) or [None] * num_partitions
         stored = _stored_lengths(source, column, 0, num_partitions) if column else None
+        nulls = {name: source.statistics(name) for name in null_columns}
         row = 0
         for partition, num_rows in enumerate(source.partition_rows):
             said = None if stored is None else stored[row : row + num_rows]
@@ -125,13 +137,17 @@ def scan_lengths(
                 else {}
             )
             if count_tokens:
-                real = counted[tokens_column].astype(np.int32)
+                found = counted[tokens_column].astype(np.int32)
                 if said is not None:
-                    check_stored(said, real, source.path, row, column or "")
-                    real = np.where(said == NULL, np.int32(NULL), real)
-                lengths.append(real)
-            elif said is not None:
-                lengths.append(said)
+                    check_stored(said, found, source.path, row, column or "")
+                    found = np.where(said == NULL, np.int32(NULL), found)
+            else:
+                assert said is not None
+                found = said.copy()
+            for name, stats in nulls.items():
+                if stats is None or stats[partition].num_null != 0:
+                    found[_null_rows(source, name, partition)] = NULL
+            lengths.append(found)
             for name in measured:
                 items[name].append(counted[name])
             row += num_rows

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from shardgen.columns import is_list, is_text, numbers, plain, plain_type
+from shardgen.columns import is_list, is_text, list_lengths, numbers, plain, plain_type
 from shardgen.errors import UserError
 from shardgen.formats import SourceFile
 from shardgen.layout import Column
@@ -162,6 +162,25 @@ def resolve_column(
     raise UserError(f"column {name!r} has type {' and '.join(shown)}: only {wanted} can be stored in it")
 
 
+def has_value_per_token(sources: Sequence[SourceFile], column: str, tokens_column: str) -> bool:
+    """Whether a list column seems to have one value per token in every row.
+
+    Parquet tells by the number of values of each row group; rows are compared while writing.
+    """
+    for source in sources:
+        if source.kind == "parquet":
+            from shardgen.read_parquet import parquet_counts
+
+            if parquet_counts(source, column) != parquet_counts(source, tokens_column):
+                return False
+            continue
+        for batch in source.batches([column, tokens_column], 0, len(source.partition_rows), OFFSET_ROWS):
+            ours, tokens = (batch.column(batch.schema.get_field_index(n)) for n in (column, tokens_column))
+            if not np.array_equal(list_lengths(ours)[0], list_lengths(tokens)[0]):
+                return False
+    return True
+
+
 def choose_columns(
     sources: Sequence[SourceFile],
     *,
@@ -169,8 +188,12 @@ def choose_columns(
     loss_mask_column: str | None,
     columns: Sequence[str],
     token_dtype: str,
+    ragged: Collection[str] = (),
 ) -> tuple[Column, ...]:
-    """All stored columns, sorted by name: tokens, mask and ``columns``; errors as in :func:`resolve_column`."""
+    """All stored columns, sorted by name: tokens, mask and ``columns``; errors as in :func:`resolve_column`.
+
+    Lists in ``ragged`` are known not to have one value per token.
+    """
     if token_dtype != "auto" and token_dtype not in INTEGERS:
         raise UserError(f"--token-dtype {token_dtype!r} is not one of auto, {', '.join(INTEGERS)}")
     names = {tokens_column, *columns} | ({loss_mask_column} if loss_mask_column else set())
@@ -182,5 +205,8 @@ def choose_columns(
             column = resolve_column(sources, name, token_dtype=token_dtype, integers_only=True)
         else:
             column = resolve_column(sources, name, integers_only=name == loss_mask_column)
+            if column.kind == "aligned" and name != loss_mask_column:
+                aligned = name not in ragged and has_value_per_token(sources, name, tokens_column)
+                column = replace(column, kind="aligned" if aligned else "ragged")
         chosen.append(column)
     return tuple(chosen)

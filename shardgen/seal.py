@@ -1,4 +1,4 @@
-"""The small files of a build: indexes and ``samples.parquet``."""
+"""The small files of a build: indexes, ``samples.parquet``, and what the manifest says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from shardgen import __version__, storage
+from shardgen.arrange import bucket_directory
+from shardgen.execute import Written
+from shardgen.layout import Layout
+from shardgen.manifest import BucketSummary, Manifest, fingerprint
+from shardgen.optimize import OptimizeResult
+from shardgen.options import BuildOptions
 from shardgen.policies import Samples
+from shardgen.prepare import Prepared
 
 
 def fsync_file(path: str) -> None:
@@ -99,3 +108,92 @@ def write_samples(
         path = os.path.join(directory, name, "samples.parquet")
         pq.write_table(pa.table(columns), path, compression="zstd", row_group_size=1 << 20)
         fsync_file(path)
+
+
+def common_parent(paths: Sequence[str]) -> list[str]:
+    """Paths relative to their common parent directory."""
+    full = [path if storage.is_remote(path) else os.path.abspath(storage.local_path(path)) for path in paths]
+    parent = os.path.commonprefix([f"{os.path.dirname(path)}/" for path in full]).rpartition("/")[0]
+    return [path[len(parent) :].lstrip("/") for path in full]
+
+
+def seal(directory: str, prepared: Prepared, written: Written, options: BuildOptions) -> Manifest:
+    """Write indexes and ``samples.parquet``; the manifest is returned, to be saved last.
+
+    Args:
+        directory: Directory of the build.
+        prepared: What was to be written.
+        written: What was written.
+        options: What was asked for.
+    """
+    sources, samples, plan = prepared.sources, prepared.samples, prepared.plan
+    layout, order = prepared.arrangement.layout, prepared.arrangement.order
+    lengths = samples.lengths[order]
+    masked = options.loss_mask_column is not None
+    results = [written.results[number] for number in sorted(written.results)]
+    loss = np.concatenate([r.loss_tokens for r in results])[order] if masked else None
+    first_loss = np.concatenate([r.first_token_loss for r in results])[order] if masked else None
+    names = [bucket_directory(k, len(plan.buckets)) for k in range(len(plan.buckets))]
+    entries = [written.shards[shard].entry for shard in range(layout.num_shards)]
+    write_indexes(directory, names, layout.shard_bucket, entries)
+    write_samples(
+        directory,
+        names,
+        prepared.arrangement.bucket_counts,
+        lengths,
+        loss,
+        first_loss,
+        samples,
+        order,
+        prepared.rows.file_start,
+    )
+    shards = [
+        (
+            entry["raw_data"]["basename"],
+            entry["samples"],
+            entry["raw_data"]["bytes"],
+            written.shards[i].content_hash,
+        )
+        for i, entry in enumerate(entries)
+    ]
+    return Manifest(
+        fingerprint=fingerprint(shards, lengths, loss),
+        boundaries=plan.boundaries,
+        tokens_column=options.tokens_column,
+        loss_mask_column=options.loss_mask_column,
+        columns={column.name: column.encoding for column in prepared.format.columns},
+        options=options.recorded(),
+        buckets=_summaries(plan, layout, names),
+        num_samples=len(lengths),
+        num_tokens=int(lengths.sum(dtype=np.int64)),
+        num_loss_tokens=int((lengths if loss is None else loss).sum(dtype=np.int64)),
+        counts=samples.counts,
+        predicted={
+            "padding_efficiency": plan.padding_efficiency,
+            "lookahead_padding_efficiency": plan.lookahead_padding_efficiency,
+        },
+        sources=tuple(
+            {"path": path, "num_rows": source.num_rows, "num_bytes": source.num_bytes}
+            for path, source in zip(common_parent([s.path for s in sources]), sources, strict=True)
+        ),
+        versions={"shardgen": __version__}
+        | {name: metadata.version(name) for name in ("mosaicml-streaming", "numpy", "pyarrow")},
+    )
+
+
+def _summaries(plan: OptimizeResult, layout: Layout, names: Sequence[str]) -> tuple[BucketSummary, ...]:
+    num_shards = np.bincount(layout.shard_bucket, minlength=len(names)).tolist()
+    return tuple(
+        BucketSummary(
+            lower=stats.lower,
+            upper=stats.upper,
+            num_samples=stats.num_samples,
+            num_tokens=stats.num_tokens,
+            mean_length=stats.mean_length,
+            batch_size=stats.batch_size,
+            padding_efficiency=stats.padding_efficiency,
+            num_shards=num_shards[k],
+            directory=names[k] if stats.num_samples else None,
+        )
+        for k, stats in enumerate(plan.buckets)
+    )

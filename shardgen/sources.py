@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
+import json
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardgen import storage
 from shardgen.errors import UserError
 
 if TYPE_CHECKING:  # pyarrow takes 0.3 s to import, so only readers do
@@ -23,49 +25,80 @@ DEFAULT_LENGTH_COLUMN = "seq_len"
 
 
 def _is_build(directory: str) -> bool:
-    return os.path.isfile(os.path.join(directory, "manifest.json"))
+    return storage.kind_of(storage.join(directory, "manifest.json")) == "file"
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(storage.read_bytes(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _saved_split(directory: str, split: str | None) -> str | None:
+    """Directory of the split of a dataset that Hugging Face's ``save_to_disk`` wrote, or ``None`` if it is none.
+
+    Raises:
+        UserError: A DatasetDict without ``--split``, or a split that is not there.
+    """
+    listed = storage.join(directory, "dataset_dict.json")
+    if storage.kind_of(listed) == "file":
+        splits = list(_read_json(listed)["splits"])
+        if split not in splits:
+            asked = "several splits" if split is None else f"no split {split!r}"
+            raise UserError(f"{directory} has {asked} ({', '.join(splits)}): name one with --split")
+        return storage.join(directory, split)
+    return directory if storage.kind_of(storage.join(directory, "state.json")) == "file" else None
 
 
 def _walk(directory: str) -> Iterator[str]:
     """Data files below a directory, sorted by path; hidden files and our own builds are left out."""
-    for name in sorted(os.listdir(directory)):
-        path = os.path.join(directory, name)
+    for name in storage.listing(directory):
+        path = storage.join(directory, name)
         if name.startswith((".", "_")):
             continue
-        if os.path.isdir(path):
-            if not _is_build(path):
-                yield from _walk(path)
-        elif name.lower().endswith(SUFFIXES):
+        if name.lower().endswith(SUFFIXES):
             yield path
+        elif storage.kind_of(path) == "directory" and not _is_build(path):
+            yield from _walk(path)
+
+
+def _glob(pattern: str) -> list[str]:
+    """Files that match a pattern, sorted."""
+    if not storage.is_remote(pattern):
+        return sorted(p for p in glob.glob(storage.local_path(pattern), recursive=True) if os.path.isfile(p))
+    fixed = pattern.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
+    return sorted(path for path in _walk(fixed) if fnmatch.fnmatchcase(path, pattern))
 
 
 def expand(inputs: Sequence[str], split: str | None = None) -> list[str]:
-    """Files named by paths, directories and globs: arguments in their order, the files of each sorted.
+    """Files (and saved datasets) named by paths, directories and globs: in their order, each one's files sorted.
 
     Raises:
         UserError: A path does not exist, a directory or pattern holds no data file, or a file comes twice.
     """
     files: list[str] = []
     for name in inputs:
-        if os.path.isdir(name):
+        kind = storage.kind_of(name)
+        if kind == "directory":
             if _is_build(name):
                 raise UserError(f"{name} is a finished build, not a source: name the files it was made from")
-            found = list(_walk(name))
+            saved = _saved_split(name, split)
+            found = [saved] if saved is not None else list(_walk(name))
             if not found:
                 raise UserError(f"{name} holds no data file (looked for {', '.join(SUFFIXES)})")
-        elif os.path.exists(name):
+        elif kind == "file":
             found = [name]
         elif glob.has_magic(name):
-            found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
+            found = _glob(name)
             if not found:
                 raise UserError(f"{name} matches no file")
         else:
             raise UserError(f"{name} does not exist")
         files += found
-    seen: dict[tuple[int, int], str] = {}
+    seen: dict[str, str] = {}
     for path in files:
-        info = os.stat(path)
-        first = seen.setdefault((info.st_dev, info.st_ino), path)
+        first = seen.setdefault(path if storage.is_remote(path) else os.path.realpath(path), path)
         if first is not path:
             raise UserError(f"{path} is named twice (also as {first}): its rows would be built twice")
     return files
@@ -80,20 +113,47 @@ def describe(path: str) -> SourceFile:
     from shardgen import formats
 
     with formats.reading(path):
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):
+        if not storage.is_remote(path) and not os.path.isfile(storage.local_path(path)):
             raise UserError(f"{path} is not a regular file")
-        with open(path, "rb") as file:
-            magic = file.read(8)
-    version = f"{info.st_size}:{info.st_mtime_ns}"
+        size, version = storage.size_and_version(path)
+        magic = storage.read_bytes(path, 8)
     if magic[:4] == b"PAR1":
-        return formats.describe_parquet(path, info.st_size, version)
-    raise UserError(f"{path} is not Parquet")
+        from shardgen.read_parquet import describe_parquet
+
+        return describe_parquet(path, size, version)
+    from shardgen import read_arrow, read_jsonl
+
+    if magic[:6] == b"ARROW1":
+        return read_arrow.describe_file(path, size, version)
+    if magic[:4] == b"\xff\xff\xff\xff":
+        return read_arrow.describe_stream(path, size, version)
+    if magic.lstrip()[:1] == b"{" or read_jsonl.compression_of(magic):
+        return read_jsonl.describe_jsonl(path, size, version, magic)
+    raise UserError(f"{path} is not Parquet, nor Arrow IPC, nor JSON lines")
+
+
+def _saved_dataset(directory: str) -> list[SourceFile]:
+    """The files of a saved dataset, as its ``state.json`` lists them; others lying about are not read."""
+    state = _read_json(storage.join(directory, "state.json"))
+    try:
+        names = [entry["filename"] for entry in state["_data_files"]]
+        indices = [entry["filename"] for entry in state.get("_indices_data_files") or ()]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{directory}/state.json is not of a saved dataset: no {error}") from error
+    data = [describe(storage.join(directory, name)) for name in names]
+    if not indices:
+        return data
+    from shardgen.read_arrow import describe_indexed
+
+    return [describe_indexed(directory, data, [describe(storage.join(directory, name)) for name in indices])]
 
 
 def open_sources(inputs: Sequence[str], split: str | None = None) -> list[SourceFile]:
     """All source files that ``inputs`` name, in order; errors as in :func:`expand` and :func:`describe`."""
-    return [describe(path) for path in expand(inputs, split)]
+    sources: list[SourceFile] = []
+    for path in expand(inputs, split):
+        sources += _saved_dataset(path) if storage.kind_of(path) == "directory" else [describe(path)]
+    return sources
 
 
 def find_length_column(source: SourceFile, tokens_column: str, length_column: str | None) -> str | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shardgen.errors import UserError
+from shardgen.journal import DIRECTORY
 from shardgen.manifest import MANIFEST, Manifest
 
 RENAME_EXCHANGE = 2
@@ -109,41 +111,70 @@ class Staging:
     Attributes:
         target: Destination.
         directory: Where to build.
+        upload: Called with each finished file; ``None``: files stay where they are written.
     """
 
     def __init__(self, target: str) -> None:
         self.target = target
+        self.upload: Callable[[str], None] | None = None
         parent, name = os.path.split(target)
         self.directory = os.path.join(parent, f".{name}.building")
         self._lock: int | None = None
+        self._made: list[str] = []
 
-    def open(self) -> None:
-        """Make and lock the directory."""
-        os.makedirs(os.path.dirname(self.target), exist_ok=True)
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-        except FileExistsError:
-            raise UserError(f"{self.directory} is in the way: remove it") from None
-        self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+    def open(self, *, resume: bool, overwrite: bool) -> None:
+        """Make and lock the directory.
+
+        Args:
+            resume: Keep what a killed build left there.
+            overwrite: Throw it away.
+
+        Raises:
+            UserError: Another build holds it, or a killed build left it and neither was asked for.
+        """
+        parent = os.path.dirname(self.target)
+        while not os.path.isdir(parent):
+            self._made.append(parent)
+            parent = os.path.dirname(parent)
+        os.makedirs(self.directory, exist_ok=True)
+        self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            raise UserError(f"another build of {self.target} is running: wait for it") from None
+            raise UserError(f"another build of {self.target} is running: wait for it to end") from None
+        shutil.rmtree(f"{self.directory}.old", ignore_errors=True)  # left by a build killed at its very end
+        names = os.listdir(self.directory)
+        if not names:
+            return
+        if DIRECTORY in names:
+            if resume:
+                return
+            if not overwrite:
+                self.close()
+                raise UserError(
+                    f"{self.directory} holds a killed build: use --resume to go on with it, "
+                    "or --overwrite to start anew"
+                )
+        elif MANIFEST not in names:
+            self.close()
+            raise UserError(f"{self.directory} is in the way and is no build of ours: move it away")
+        self._clear()
 
-    def clear(self) -> None:
-        """Remove everything inside."""
-        for name in os.listdir(self.directory):
+    def _clear(self) -> None:
+        # The marker goes last: a directory without it is taken for somebody else's.
+        for name in sorted(os.listdir(self.directory), key=lambda name: name == DIRECTORY):
             path = os.path.join(self.directory, name)
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
 
-    def publish(self) -> None:
-        """Put the directory in the destination's place: one rename, or one swap with an earlier build."""
+    def publish(self, manifest: Manifest) -> None:
+        """Seal the directory and put it in the destination's place: one rename, or one swap with an earlier build."""
+        manifest.save(self.directory)
         for root, _, _ in os.walk(self.directory):
             fsync_directory(root)
         old = f"{self.directory}.old"
@@ -159,10 +190,14 @@ class Staging:
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the directory, whatever is in it."""
+        """Remove the directory, whatever is in it, and the parents that were made for it."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
 
     def close(self) -> None:
+        """Let go of the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

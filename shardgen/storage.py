@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import posixpath
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlparse
 
@@ -72,4 +74,50 @@ def read_bytes(path: str, size: int = -1) -> bytes:
 
 
 def join(directory: str, name: str) -> str:
+    """A name inside a directory."""
     return posixpath.join(directory, name) if is_remote(directory) else os.path.join(directory, name)
+
+
+def kind_of(path: str) -> str | None:
+    """``file``, ``directory``, or ``None`` when there is nothing."""
+    if not is_remote(path):
+        path = local_path(path)
+        return "directory" if os.path.isdir(path) else "file" if os.path.exists(path) else None
+    from pyarrow import fs
+
+    system, inner = file_system(path)
+    with _named(path):
+        found = system.get_file_info(inner.rstrip("/")).type
+    return {fs.FileType.File: "file", fs.FileType.Directory: "directory"}.get(found)
+
+
+def listing(directory: str) -> list[str]:
+    """Names of what lies in a directory, sorted."""
+    if not is_remote(directory):
+        return sorted(os.listdir(local_path(directory)))
+    from pyarrow import fs
+
+    system, inner = file_system(directory)
+    with _named(directory):
+        found = system.get_file_info(fs.FileSelector(inner.rstrip("/")))
+    return sorted(info.base_name for info in found)
+
+
+def size_and_version(path: str) -> tuple[int, str]:
+    """Bytes of a file, and a text that changes when the file does."""
+    if not is_remote(path):
+        info = os.stat(local_path(path))
+        return info.st_size, f"{info.st_size}:{info.st_mtime_ns}"
+    system, inner = file_system(path)
+    with _named(path):
+        found = system.get_file_info(inner)
+    return found.size, f"{found.size}:{found.mtime_ns}"
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Name the path in what a remote file system raises."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be reached: {' '.join(str(error).split())}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,3 +105,16 @@ class TaskResult:
     fragments: Fragments
     loss_tokens: NDArray[np.int32]
     first_token_loss: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """A finished shard.
+
+    Attributes:
+        entry: Its entry in ``index.json``.
+        content_hash: Hash of the shard before compression, for the fingerprint.
+    """
+
+    entry: dict[str, Any]
+    content_hash: str

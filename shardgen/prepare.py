@@ -1,0 +1,135 @@
+"""Everything that is decided before a shard is written: columns, samples, boundaries, places, tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardgen._interim import optimize
+from shardgen.arrange import Arrangement, arrange, make_tasks
+from shardgen.buckets import Buckets
+from shardgen.errors import UserError
+from shardgen.formats import SourceFile
+from shardgen.layout import ShardFormat
+from shardgen.lengths import Histogram
+from shardgen.optimize import OptimizeResult
+from shardgen.options import BuildOptions
+from shardgen.policies import Samples, apply_policies
+from shardgen.progress import Progress
+from shardgen.reading import RowReader
+from shardgen.scan import RowLengths, scan_lengths
+from shardgen.schema import choose_columns
+from shardgen.sources import find_length_column
+from shardgen.tasks import Task
+
+
+def find_boundaries(lengths: NDArray[np.int32], options: BuildOptions) -> OptimizeResult:
+    """Best boundaries, or those asked for; the last is the longest sample, or ``--max-length``."""
+    histogram = Histogram.from_lengths(lengths)
+    bounds = options.boundaries
+    common = {
+        "num_buckets": options.num_buckets,
+        "budget": options.budget,
+        "lookahead": options.lookahead,
+        "optimize_for_lookahead": options.optimize_for_lookahead,
+    }
+    longest = options.max_length or histogram.longest
+    if bounds is None:
+        plan = optimize(histogram, **common)  # type: ignore[arg-type]
+        if longest <= plan.boundaries[-1]:
+            return plan
+        bounds = (*plan.boundaries[1:-1], longest)
+    uppers = Buckets.from_upper_bounds(bounds, longest).boundaries[1:]
+    return optimize(histogram, boundaries=uppers, **common)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A build that only has to be written.
+
+    Attributes:
+        sources: Files, in order.
+        rows: Lengths of the source rows.
+        samples: Samples, in source order.
+        plan: Boundaries and what to expect of them.
+        format: What the shards store.
+        reader: How rows become payloads.
+        arrangement: Id and place of every sample.
+        tasks: The work.
+    """
+
+    sources: Sequence[SourceFile]
+    rows: RowLengths
+    samples: Samples
+    plan: OptimizeResult
+    format: ShardFormat
+    reader: RowReader
+    arrangement: Arrangement
+    tasks: list[Task]
+
+
+def prepare(
+    sources: Sequence[SourceFile], options: BuildOptions, progress: Progress, ragged: Collection[str] = ()
+) -> Prepared:
+    """Read lengths, apply policies, find boundaries and lay everything out.
+
+    Args:
+        sources: Files, in order.
+        options: What to build.
+        progress: Callbacks.
+        ragged: List columns known not to have one value per token.
+
+    Raises:
+        UserError: A column or a row cannot be built as asked.
+    """
+    columns = choose_columns(
+        sources,
+        tokens_column=options.tokens_column,
+        loss_mask_column=options.loss_mask_column,
+        columns=options.columns,
+        token_dtype=options.token_dtype,
+        ragged=ragged,
+    )
+    measured = [column.name for column in columns if column.kind in ("text", "ragged")]
+    progress.start("reading lengths", sum(source.num_rows for source in sources))
+    rows = scan_lengths(
+        sources,
+        tokens_column=options.tokens_column,
+        length_column=options.length_column,
+        measured=measured,
+        null_columns=[column.name for column in columns] if options.on_null == "skip" else (),
+        progress=progress.advance,
+    )
+    samples = apply_policies(rows.lengths, options.policies(), lambda row: rows.where(row, sources))
+    for name in measured:
+        null = rows.items[name][samples.rows] < 0
+        if null.any():
+            raise UserError(
+                f"{rows.where(int(samples.rows[int(null.argmax())]), sources)}: column {name!r} is null or holds a "
+                "null, which a shard cannot store: mend the source, use --on-null skip, or leave the column out"
+            )
+    progress.start("finding boundaries", 0)
+    plan = find_boundaries(samples.lengths, options)
+    buckets = Buckets(boundaries=plan.boundaries)
+    fmt = ShardFormat(
+        columns=columns, compression=options.compression, hashes=options.hashes, size_limit=options.shard_size
+    )
+    arrangement = arrange(samples, buckets.assign(samples.lengths), buckets.num_buckets, rows.items, fmt)
+    return Prepared(
+        sources=sources,
+        rows=rows,
+        samples=samples,
+        plan=plan,
+        format=fmt,
+        reader=RowReader(
+            columns=columns,
+            tokens_column=options.tokens_column,
+            loss_mask_column=options.loss_mask_column,
+            length_column=find_length_column(sources[0], options.tokens_column, options.length_column),
+        ),
+        arrangement=arrangement,
+        tasks=make_tasks(sources, rows, samples, arrangement, columns),
+    )
