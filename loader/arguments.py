@@ -138,6 +138,7 @@ def check_longest(lengths: NDArray[np.integer], options: PlanOptions, skip: NDAr
     if options.padding == "boundary":
         budget += " with padding='boundary'"
     raise UserError(
-        f"sample {sample} has {int(lengths[sample])} tokens but {budget} lets a sample have at most {allowed} "
+        f"sample {sample} has {int(lengths[sample])} tokens but {budget} lets a sample have at most "
+        f"{allowed} "
         f"({len(over)} samples are too long): raise the budget, or leave them out with skip="
     )

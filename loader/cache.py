@@ -281,10 +281,13 @@ class ShardTable:
                     raise
                 table._head[0] = (_MAGIC, num_shards, table.usage.get(), limit)
         if table is None or int(table._head["magic"][0]) != _MAGIC:
-            raise UserError(f"{marker.local} is in use as the cache of another dataset: give this one its own local=")
+            raise UserError(
+                f"{marker.local} is in use as the cache of another dataset: give this one its own local="
+            )
         if int(table._head["limit"][0]) != limit:
             raise UserError(
-                f"{marker.local} is in use with cache_limit {int(table._head['limit'][0]) or None}, not {limit or None}: "
+                f"{marker.local} is in use with cache_limit {int(table._head['limit'][0]) or None}, not "
+                f"{limit or None}: "
                 "use the same limit, or another local="
             )
         return table

@@ -112,6 +112,7 @@ class BucketedDataLoader:
         self._pass: weakref.ref[_Pass] | None = None
         self._orders = _Orders(dataset)
         self._workers: DataLoader[Any] | None = None
+        self._reader: BatchReader | None = None
 
     # --- passes -------------------------------------------------------------------------------------
 
@@ -138,8 +139,9 @@ class BucketedDataLoader:
     def _source(self, session: Session) -> Iterator[_Made]:
         if self.num_workers:
             return self._from_workers(session)
-        reader = self.dataset.reader(self.collate_fn)
-        made = _made_here(session, reader, self.dataset, self.pin_memory)
+        if self._reader is None:
+            self._reader = self.dataset.reader(self.collate_fn)  # kept, and with it its maps
+        made = _made_here(session, self._reader, self.dataset, self.pin_memory)
         return Prefetcher(made, self.prefetch, self.timeout) if self.prefetch else made
 
     def _from_workers(self, session: Session) -> Iterator[_Made]:
@@ -209,6 +211,7 @@ class BucketedDataLoader:
     def close(self) -> None:
         """End the running pass, and the worker processes."""
         self._end_pass()
+        self._reader = None
         workers, self._workers = self._workers, None
         if workers is not None and workers._iterator is not None:
             workers._iterator._shutdown_workers()
@@ -279,8 +282,8 @@ class _Pass:
         self.over = True
         self.meter.end()
         close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
+        if close is not None and close() is False:
+            self.loader._reader = None  # a thread is stuck in it
         self.loader._progress.end(self.session)
 
     def __del__(self) -> None:

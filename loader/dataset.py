@@ -241,7 +241,8 @@ class BucketedDataset(ShardSource):
                 raise UserError(f"{path} cannot be read: {error}; build the dataset again") from error
             if table.num_rows != bucket.num_samples or int(sizes.sum()) != bucket.num_samples:
                 raise UserError(
-                    f"{path} has {table.num_rows} rows and its shards {int(sizes.sum())} samples, but the manifest "
+                    f"{path} has {table.num_rows} rows and its shards {int(sizes.sum())} samples, but the "
+                    "manifest "
                     f"counts {bucket.num_samples}: build the dataset again"
                 )
             lengths.append(table["length"].to_numpy())
@@ -268,7 +269,8 @@ class BucketedDataset(ShardSource):
         now = detect(self.replication)
         if (now.rank, now.num_ranks) != (self.world.rank, self.world.num_ranks):
             raise UserError(
-                f"the dataset was made on rank {self.world.rank} of {self.world.num_ranks} and is iterated on rank "
+                f"the dataset was made on rank {self.world.rank} of {self.world.num_ranks} and is "
+                "iterated on rank "
                 f"{now.rank} of {now.num_ranks}: make it after init_process_group, on each rank"
             )
 
@@ -280,8 +282,10 @@ class BucketedDataset(ShardSource):
         """
         if self.world.num_ranks > 1 and not self.foreign_loader:
             raise UserError(
-                f"this dataset was made for rank {self.world.rank} of {self.world.num_ranks} and already gives each "
-                "rank its own batches: iterate BucketedDataLoader(dataset), or, if another loader must do it and "
+                f"this dataset was made for rank {self.world.rank} of {self.world.num_ranks} and already "
+                "gives each "
+                "rank its own batches: iterate BucketedDataLoader(dataset), or, if another loader must "
+                "do it and "
                 "will not shard or dispatch again, say foreign_loader=True"
             )
         worker = get_worker_info()

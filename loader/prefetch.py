@@ -73,7 +73,9 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         if self._pid != os.getpid():
-            raise RuntimeError("this pass belongs to the process that was forked: iterate the loader anew here")
+            raise RuntimeError(
+                "this pass belongs to the process that was forked: iterate the loader anew here"
+            )
         shared = self._shared
         end = time.monotonic() + self._timeout if self._timeout else None
         with shared.changed:
@@ -99,11 +101,11 @@ class Prefetcher(Generic[T]):
         """Items ready now."""
         return len(self._shared.items)
 
-    def close(self) -> None:
-        """Stop the thread and wait until it has stopped; what it had ready is dropped."""
+    def close(self) -> bool:
+        """Stop the thread and wait a little until it has; whether it has. What it had ready is dropped."""
         _alive.discard(self)
         if self._pid != os.getpid():
-            return  # the thread lives in the parent, and so does whoever holds the lock
+            return True  # the thread lives in the parent, and so does whoever holds the lock
         shared = self._shared
         with shared.changed:
             shared.stop = True
@@ -111,6 +113,7 @@ class Prefetcher(Generic[T]):
             shared.changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
+        return not self._thread.is_alive()
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):

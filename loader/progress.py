@@ -74,7 +74,8 @@ class Progress:
         if self._loaded is not None:
             if epoch != self._loaded.epoch:
                 warnings.warn(
-                    f"set_epoch({epoch}) is ignored: a state in epoch {self._loaded.epoch} was loaded and is resumed "
+                    f"set_epoch({epoch}) is ignored: a state in epoch {self._loaded.epoch} was loaded and "
+                    "is resumed "
                     f"first; iterate it, then call set_epoch",
                     stacklevel=3,
                 )
@@ -164,7 +165,8 @@ class Progress:
             differing = fixed_differences(state, self.plans.fingerprint, self.plans.epoch_options)
             if differing:
                 warnings.warn(
-                    f"the state was saved before epoch {state.epoch} with other values ({'; '.join(differing)}); "
+                    f"the state was saved before epoch {state.epoch} with other values "
+                    f"({'; '.join(differing)}); "
                     "the epoch uses today's",
                     stacklevel=3,
                 )
@@ -196,7 +198,8 @@ class Progress:
             start = place if isinstance(place, ResumeState) else place[0].state_after(place[0].start)
         if self.options.layout == "packed":
             raise UserError(
-                "a position cannot be told from a number of rows with layout='packed': save loader.state_dict()"
+                "a position cannot be told from a number of rows with layout='packed': save "
+                "loader.state_dict()"
             )
         before = self._rows_before(start)
         wanted = num_samples if from_beginning else before + num_samples
@@ -236,7 +239,8 @@ class Progress:
 def _check_plain(plain: bool) -> None:
     if not plain:
         raise UserError(
-            "a position cannot be told from a number of rows where batches hold filler rows: save loader.state_dict()"
+            "a position cannot be told from a number of rows where batches hold filler rows: save "
+            "loader.state_dict()"
         )
 
 

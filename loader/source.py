@@ -55,7 +55,8 @@ class AtomicStream(Stream):
             os.replace(part_path, final)
         except Exception as error:
             raise DownloadError(
-                f"{from_basename} could not be downloaded from {self.remote} in {self.download_retry} attempts: "
+                f"{from_basename} could not be downloaded from {self.remote} in {self.download_retry} "
+                "attempts: "
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
@@ -203,7 +204,9 @@ class ShardSource(StreamingDataset):
             index = json.loads(Path(path).read_bytes())
             shards = index["shards"]
         except FileNotFoundError:
-            raise UserError(f"{path} is missing although there is a {MANIFEST}: build the dataset again") from None
+            raise UserError(
+                f"{path} is missing although there is a {MANIFEST}: build the dataset again"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read: {error}; build the dataset again") from error
         expected = sum(bucket.num_shards for bucket in self.manifest.buckets)
@@ -319,7 +322,8 @@ class ShardSource(StreamingDataset):
             return
         if self._marker is None:
             raise UserError(
-                f"{self.raw_path(shard_id)} is missing and there is no remote to get it from: build the dataset again, "
+                f"{self.raw_path(shard_id)} is missing and there is no remote to get it from: build the "
+                "dataset again, "
                 "or give remote="
             )
         name = self.shards[shard_id].file_pairs[0][0].basename
@@ -369,7 +373,8 @@ class ShardSource(StreamingDataset):
                 if len(under_way):
                     return False  # others will be done, then there is something to evict
                 raise UserError(
-                    f"cache_limit {limit} has no room for {self.shards[shard_id].get_max_size()} bytes of one shard "
+                    f"cache_limit {limit} has no room for {self.shards[shard_id].get_max_size()} bytes of "
+                    "one shard "
                     f"beside {self.cache_usage} bytes in use: raise it"
                 )
             self._evict_shard(coldest)
@@ -408,7 +413,9 @@ class ShardSource(StreamingDataset):
             UserError: It is no copy.
         """
         if self._marker is None:
-            raise UserError(f"{self.raw_path(shard_id)} is the only copy: nothing is evicted without a remote")
+            raise UserError(
+                f"{self.raw_path(shard_id)} is the only copy: nothing is evicted without a remote"
+            )
         with self._marker.lock:
             self._evict_shard(int(shard_id))
 

@@ -132,7 +132,8 @@ class ResumeState:
             ) from None
         if needs > VERSION:
             raise UserError(
-                f"the state has version {version} and needs a loader that reads version {needs}; this one reads "
+                f"the state has version {version} and needs a loader that reads version {needs}; this one "
+                "reads "
                 f"{VERSION}: upgrade the package, or start the epoch anew"
             )
         try:
@@ -156,7 +157,8 @@ class ResumeState:
         differing = fixed_differences(self, fingerprint, epoch_options)
         if differing:
             raise UserError(
-                f"the state was saved within epoch {self.epoch} (after step {self.step}) and these may not change "
+                f"the state was saved within epoch {self.epoch} (after step {self.step}) and these may "
+                "not change "
                 f"before its end: {'; '.join(differing)}; use the saved values, or start a new epoch"
             )
 

@@ -175,7 +175,8 @@ class Plans:
         planner = self.planner(state.epoch)
         if state.block >= planner.num_blocks:
             raise UserError(
-                f"the state is in block {state.block} of an epoch with {planner.num_blocks} blocks: it is damaged"
+                f"the state is in block {state.block} of an epoch with {planner.num_blocks} blocks: it is "
+                "damaged"
             )
         is_last = state.block == planner.num_blocks - 1
         begin = replace(state, segments=(), num_dealt=0, digest=0)
@@ -211,7 +212,8 @@ class Plans:
         if (num_dealt, digest) != (state.num_dealt, state.digest):
             raise UserError(
                 f"replaying the state deals {num_dealt} samples with digest {digest:016x}, but it was saved "
-                f"after {state.num_dealt} with {state.digest:016x}: it comes from another planner, other data "
+                f"after {state.num_dealt} with {state.digest:016x}: it comes from another planner, other "
+                "data "
                 "or is damaged"
             )
         if run is not None and run.options == options:
@@ -377,7 +379,9 @@ class Delivered:
         wrong = self._ids[self._got != self._due].tolist() + self._foreign
         if wrong:
             raise RuntimeError(
-                f"epoch {self.run.begin.epoch}, block {self.run.begin.block}: {len(wrong)} samples were not delivered "
-                f"as planned (lost, repeated or foreign), among them {wrong[:_NAMED_IDS]}: the batches of this block "
+                f"epoch {self.run.begin.epoch}, block {self.run.begin.block}: {len(wrong)} samples were "
+                "not delivered "
+                f"as planned (lost, repeated or foreign), among them {wrong[:_NAMED_IDS]}: the batches of "
+                "this block "
                 "cannot be trusted; please report this with the loader's options"
             )

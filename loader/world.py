@@ -84,7 +84,8 @@ def detect(replication: int | None = None, env: Mapping[str, str] | None = None)
     told, environment = _from_distributed(), _from_env(env)
     if told is not None and environment is not None and told != environment:
         raise UserError(
-            f"torch.distributed says rank {told[0]} of {told[1]} but the environment says rank {environment[0]} "
+            f"torch.distributed says rank {told[0]} of {told[1]} but the environment says rank "
+            f"{environment[0]} "
             f"of {environment[1]}: make RANK and WORLD_SIZE agree with init_process_group, or unset them"
         )
     rank, num_ranks = told or environment or (0, 1)

@@ -243,7 +243,7 @@ class TestDelivered:
             self.note(self.batches[:3] + self.batches[4:]).check()
         with pytest.raises(RuntimeError, match="not delivered as planned"):
             self.note([*self.batches, self.batches[0]]).check()
-        with pytest.raises(RuntimeError, match="1 samples.*9999"):
+        with pytest.raises(RuntimeError, match=r"1 samples.*9999"):
             self.note([*self.batches, [9999]]).check()
 
     def test_at_most_ten_are_named(self):
