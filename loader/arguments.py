@@ -140,5 +140,5 @@ def check_longest(lengths: NDArray[np.integer], options: PlanOptions, skip: NDAr
     raise UserError(
         f"sample {sample} has {int(lengths[sample])} tokens but {budget} lets a sample have at most "
         f"{allowed} "
-        f"({len(over)} samples are too long): raise the budget, or leave them out with skip="
+        f"({len(over)} of {len(lengths)} samples are too long): raise the budget, or leave them out with skip="
     )
