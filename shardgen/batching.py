@@ -59,7 +59,11 @@ def padded_tokens(
 
 
 def window_counts(
-    num_rows: NDArray[np.integer[Any]], num_batches: NDArray[np.floating[Any]], lookahead: int
+    num_rows: NDArray[np.number[Any]],
+    num_batches: NDArray[np.floating[Any]],
+    lookahead: int,
+    *,
+    mean_rows: float | None = None,
 ) -> NDArray[np.int64]:
     """Windows that each bucket's shuffled rows fall into, worth ``lookahead`` batches on average.
 
@@ -72,12 +76,13 @@ def window_counts(
         num_rows: Rows of each bucket, shape (K,).
         num_batches: Batches that they fill, fractions allowed, shape (K,).
         lookahead: Batches of a window.
+        mean_rows: Rows per batch of all buckets together, when these are only some of them.
 
     Returns:
         int64, at least 1, shape (K,).
     """
     rows, batches = np.asarray(num_rows, np.float64), np.asarray(num_batches, np.float64)
-    mean = rows.sum() / max(float(batches.sum()), 1e-9)
+    mean = rows.sum() / max(float(batches.sum()), 1e-9) if mean_rows is None else mean_rows
     relative = np.where(batches > 0, rows / np.maximum(batches, 1e-9) / mean, 1.0)
     # Square roots are exact to the last bit on every platform; a general power is not.
     factor = np.sqrt(relative) * np.sqrt(np.sqrt(relative))
