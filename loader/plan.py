@@ -221,12 +221,15 @@ class _Round:
         )
         all_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         num_full = len(step_sizes)
-        if self.shuffle:
-            key = derive_key(self.epoch_options.seed, Purpose.STEP, self.epoch)
-            order = np.argsort(hash_ids(np.arange(num_full), key), kind="stable")
+        if num_full:
             in_step = step_sizes.sum(axis=1)
-            all_rows = all_rows[ragged((np.cumsum(in_step) - in_step)[order], in_step[order])]
-            step_sizes = step_sizes[order]
+            start = np.cumsum(in_step) - in_step
+            if self.shuffle:
+                key = derive_key(self.epoch_options.seed, Purpose.STEP, self.epoch)
+                order = np.argsort(hash_ids(np.arange(num_full), key), kind="stable")
+            else:
+                order = np.argsort(np.minimum.reduceat(all_rows, start), kind="stable")
+            all_rows, step_sizes = all_rows[ragged(start[order], in_step[order])], step_sizes[order]
         batch_rows = step_sizes.ravel()
         micro_steps = np.full(num_full, self.options.accumulate, np.int64)
         if tail is not None:

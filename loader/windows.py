@@ -68,16 +68,9 @@ def cut(rows: Rows, rows_at: NDArray[np.int64], lookahead: int) -> Cuts:
     if lookahead == 1:
         return _cut_running(rows, rows_at)
     order, window_stop = _sort_windows(rows, rows_at, lookahead)
-    capacity = rows_at[rows.length[order]]
     window_start = np.concatenate(([0], window_stop[:-1]))
-    odd = np.arange(len(window_stop)) % 2 == 1
-    # The rows that fill no batch would always be the shortest of a window: every other window is cut
-    # from its short end.
-    a = _cut_from_long_end(capacity, window_start[~odd], window_stop[~odd])
-    b = _cut_from_short_end(capacity, window_start[odd], window_stop[odd], window_stop)
-    start, stop = np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
-    by_start = np.argsort(start, kind="stable")
-    return Cuts(order=order, start=start[by_start], stop=stop[by_start])
+    start, stop = _cut_windows(rows_at[rows.length[order]], window_start, window_stop)
+    return Cuts(order=order, start=start, stop=stop)
 
 
 def _sort_windows(
@@ -115,12 +108,13 @@ def _sort_windows(
     return (word & _U64((1 << index_bits) - 1)).astype(np.int64), stop
 
 
-def _cut_from_long_end(
+def _cut_windows(
     capacity: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Round j cuts the j-th batch of every window; the first row is the longest and decides."""
-    starts, stops = [], []
-    position, limit = start[start < stop], stop[start < stop]
+    """Round j cuts the j-th batch of every window at once: its first row is the longest and decides."""
+    starts, stops = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    some = start < stop
+    position, limit = start[some], stop[some]
     while len(position):
         end = position + capacity[position]
         fits = end <= limit
@@ -129,30 +123,8 @@ def _cut_from_long_end(
         stops.append(end)
         more = end < limit
         position, limit = end[more], limit[more]
-    return _joined(starts), _joined(stops)
-
-
-def _cut_from_short_end(
-    capacity: NDArray[np.int64],
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    window_stop: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As above from the other end: a batch that ends at ``e`` starts at the first row that reaches ``e``."""
-    stop_of_row = np.repeat(window_stop, np.diff(window_stop, prepend=0))
-    reach = np.minimum(np.arange(len(capacity)) + capacity, stop_of_row)  # never falls: lengths do
-    starts, stops = [], []
-    end, first = stop[start < stop], start[start < stop]
-    while len(end):
-        position = np.searchsorted(reach, end, side="left")
-        position = np.maximum(position, first)
-        # At the window's start there may be room for rows that are not there: not a full batch.
-        full = (position > first) | (end - position == capacity[position])
-        starts.append(position[full])
-        stops.append(end[full])
-        more = full & (position > first)
-        end, first = position[more], first[more]
-    return _joined(starts), _joined(stops)
+    by_start = np.argsort(np.concatenate(starts))
+    return np.concatenate(starts)[by_start], np.concatenate(stops)[by_start]
 
 
 def _cut_running(rows: Rows, rows_at: NDArray[np.int64]) -> Cuts:
@@ -178,7 +150,3 @@ def _cut_running(rows: Rows, rows_at: NDArray[np.int64]) -> Cuts:
             position += size
             stops.append(position)
     return Cuts(order=order, start=np.array(starts, np.int64), stop=np.array(stops, np.int64))
-
-
-def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
