@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -103,3 +104,22 @@ def test_the_count_takes_finished_steps_of_the_killed_run_and_all_of_the_next(tm
     counts = demo_restart.delivered(tmp_path, 0, 1)
     counts += demo_restart.delivered(tmp_path, 1, float("inf"))
     assert counts == right
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_training_goes_on_with_another_number_of_ranks(corpus, tmp_path, python, shardgen_cli):
+    build = ["--token-budget", 512, "--max-length", 512, "--over-length", "truncate"]
+    built = shardgen_cli("build", corpus, "--out", tmp_path / "shards", *build)
+    assert built.returncode == 0, built.stderr
+    small = ["--token-budget", 512, "--vocabulary", 600, "--context", 512, "--width", 64]
+    finished = python(
+        *(ROOT / "scripts/demo_restart.py", tmp_path / "shards", tmp_path / "run", "--ranks", "2,1"),
+        *(*small, "--checkpoint-every", 3),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert sum("kill -9" in line for line in lines) == 1
+    assert lines[-1] == "restart: 400 samples, each exactly once"
