@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardgen import storage
 from shardgen._interim import estimate_efficiency
 from shardgen.buckets import Buckets
@@ -20,7 +23,7 @@ from shardgen.manifest import Manifest
 from shardgen.optimize import OptimizeResult
 from shardgen.options import BuildOptions
 from shardgen.pools import WorkerKilledError, open_pool
-from shardgen.prepare import Prepared, prepare
+from shardgen.prepare import Prepared, find_boundaries, lay_out_build
 from shardgen.progress import Progress
 from shardgen.reading import RaggedColumnError
 from shardgen.remote import RemoteStaging, check_remote
@@ -102,9 +105,10 @@ def build(
     staging = _stage(inputs, sources, out, options)
     ragged: set[str] = set()
     while True:
-        prepared = prepare(sources, options, progress, ragged)
+        plan = _Plan(options)
+        prepared = lay_out_build(sources, options, plan, progress, ragged)
         try:
-            manifest = _write(staging, prepared, options, progress)
+            manifest = _write(staging, prepared, plan.found, options, progress)
             break
         except RaggedColumnError as error:  # rare: equal counts in every row group, but not in every row
             ragged.add(error.column)
@@ -113,10 +117,23 @@ def build(
     return BuildResult(
         out=out,
         manifest=manifest,
-        plan=prepared.plan,
+        plan=plan.found,
         full_shuffle_efficiency=estimate_efficiency(Histogram.from_lengths(lengths), one, options.budget, 1),
         seconds=time.perf_counter() - began,
     )
+
+
+class _Plan:
+    """Finds boundaries and remembers what it found."""
+
+    found: OptimizeResult
+
+    def __init__(self, options: BuildOptions) -> None:
+        self._options = options
+
+    def __call__(self, lengths: NDArray[np.int32]) -> Buckets:
+        self.found = find_boundaries(lengths, self._options)
+        return Buckets(boundaries=self.found.boundaries)
 
 
 def _stage(
@@ -131,7 +148,11 @@ def _stage(
 
 
 def _write(
-    staging: Staging | RemoteStaging, prepared: Prepared, options: BuildOptions, progress: Progress
+    staging: Staging | RemoteStaging,
+    prepared: Prepared,
+    plan: OptimizeResult,
+    options: BuildOptions,
+    progress: Progress,
 ) -> Manifest:
     """Write, seal and publish; what can be resumed stays, anything else is removed on failure."""
     from shardgen.write import WriteJob
@@ -147,7 +168,7 @@ def _write(
         with open_pool(options) as pool:
             written: Written = Run(job, prepared, pool, journal, progress, staging.upload)()
         progress.start("sealing", 0)
-        manifest = seal(staging.directory, prepared, written, options)
+        manifest = seal(staging.directory, prepared, plan, written, options)
         journal.remove()
         staging.publish(manifest)
         return manifest

@@ -19,6 +19,7 @@ from shardgen.errors import UserError
 # name: (module, function, one line of help). The help stands here so that `--help` imports nothing.
 COMMANDS = {
     "build": ("shardgen.cli_build", "build_command", "Write length-bucketed shards."),
+    "verify": ("shardgen.cli_verify", "verify_command", "Check a build, file by file and row by row."),
     "optimize": ("shardgen.cli_optimize", "optimize_command", "Find the best bucket boundaries."),
 }
 

@@ -27,7 +27,7 @@ def identity(prepared: Prepared, options: BuildOptions) -> dict[str, str]:
         lengths.update(prepared.rows.items[name].tobytes())
     cuts = [(task.first_partition, task.last_partition, len(task.rows)) for task in prepared.tasks]
     recorded = options.recorded() | {
-        "boundaries": prepared.plan.boundaries,
+        "boundaries": prepared.buckets.boundaries,
         "columns": prepared.format.config(),
     }
     files = [(os.path.abspath(source.path), source.version) for source in prepared.sources]

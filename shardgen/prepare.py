@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,7 @@ class Prepared:
         sources: Files, in order.
         rows: Lengths of the source rows.
         samples: Samples, in source order.
-        plan: Boundaries and what to expect of them.
+        buckets: Boundaries.
         format: What the shards store.
         reader: How rows become payloads.
         arrangement: Id and place of every sample.
@@ -64,27 +64,33 @@ class Prepared:
     sources: Sequence[SourceFile]
     rows: RowLengths
     samples: Samples
-    plan: OptimizeResult
+    buckets: Buckets
     format: ShardFormat
     reader: RowReader
     arrangement: Arrangement
     tasks: list[Task]
 
 
-def prepare(
-    sources: Sequence[SourceFile], options: BuildOptions, progress: Progress, ragged: Collection[str] = ()
+def lay_out_build(
+    sources: Sequence[SourceFile],
+    options: BuildOptions,
+    find_buckets: Callable[[NDArray[np.int32]], Buckets],
+    progress: Progress | None = None,
+    ragged: Collection[str] = (),
 ) -> Prepared:
-    """Read lengths, apply policies, find boundaries and lay everything out.
+    """Read lengths, apply policies, and give every sample its place.
 
     Args:
         sources: Files, in order.
         options: What to build.
+        find_buckets: Boundaries for the lengths of the samples.
         progress: Callbacks.
         ragged: List columns known not to have one value per token.
 
     Raises:
         UserError: A column or a row cannot be built as asked.
     """
+    progress = progress or Progress()
     columns = choose_columns(
         sources,
         tokens_column=options.tokens_column,
@@ -112,8 +118,7 @@ def prepare(
                 "null, which a shard cannot store: mend the source, use --on-null skip, or leave the column out"
             )
     progress.start("finding boundaries", 0)
-    plan = find_boundaries(samples.lengths, options)
-    buckets = Buckets(boundaries=plan.boundaries)
+    buckets = find_buckets(samples.lengths)
     fmt = ShardFormat(
         columns=columns, compression=options.compression, hashes=options.hashes, size_limit=options.shard_size
     )
@@ -122,7 +127,7 @@ def prepare(
         sources=sources,
         rows=rows,
         samples=samples,
-        plan=plan,
+        buckets=buckets,
         format=fmt,
         reader=RowReader(
             columns=columns,

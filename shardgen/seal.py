@@ -117,16 +117,19 @@ def common_parent(paths: Sequence[str]) -> list[str]:
     return [path[len(parent) :].lstrip("/") for path in full]
 
 
-def seal(directory: str, prepared: Prepared, written: Written, options: BuildOptions) -> Manifest:
+def seal(
+    directory: str, prepared: Prepared, plan: OptimizeResult, written: Written, options: BuildOptions
+) -> Manifest:
     """Write indexes and ``samples.parquet``; the manifest is returned, to be saved last.
 
     Args:
         directory: Directory of the build.
         prepared: What was to be written.
+        plan: How the boundaries were found.
         written: What was written.
         options: What was asked for.
     """
-    sources, samples, plan = prepared.sources, prepared.samples, prepared.plan
+    sources, samples = prepared.sources, prepared.samples
     layout, order = prepared.arrangement.layout, prepared.arrangement.order
     lengths = samples.lengths[order]
     masked = options.loss_mask_column is not None
