@@ -63,7 +63,7 @@ def window_counts(
     num_batches: NDArray[np.floating[Any]],
     lookahead: int,
     *,
-    mean_rows: float | None = None,
+    mean_rows: NDArray[np.floating[Any]] | float | None = None,
 ) -> NDArray[np.int64]:
     """Windows that each bucket's shuffled rows fall into, worth ``lookahead`` batches on average.
 
@@ -76,7 +76,7 @@ def window_counts(
         num_rows: Rows of each bucket, shape (K,).
         num_batches: Batches that they fill, fractions allowed, shape (K,).
         lookahead: Batches of a window.
-        mean_rows: Rows per batch of all buckets together, when these are only some of them.
+        mean_rows: Rows per batch of all buckets together, when these are only some of them; broadcast.
 
     Returns:
         int64, at least 1, shape (K,).

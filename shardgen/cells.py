@@ -1,7 +1,8 @@
-"""A length histogram gathered into cells: what all estimates look up.
+"""A length histogram gathered into cells: the tables that all estimates look up.
 
-Cells are runs of distinct lengths. With one cell per distinct length nothing is lost; with fewer, a cell
-stands for its samples by their mean cost, while the limits of a batch still follow the exact counts.
+Cells are runs of distinct lengths, and boundaries lie between cells. With one cell per distinct length nothing
+is lost. With fewer, a cell's samples count with their mean cost, while the limits of a batch still follow the
+exact lengths.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ IntArray = NDArray[np.int64]
 
 
 def even_ends(histogram: Histogram, num_cells: int) -> IntArray:
-    """Ends of at most ``num_cells`` cells that are narrow where boundaries matter.
+    """Ends of about ``num_cells`` cells that are narrow where boundaries matter.
 
-    Equal steps of the mean of three measures: samples, tokens, and the logarithm of the length. So
-    neither the bulk nor a thin tail of long samples falls into one wide cell.
+    Equal steps of the mean of three measures: samples, tokens, and the logarithm of the length. So neither the
+    bulk nor a thin tail of long samples falls into one wide cell.
 
     Returns:
-        Ascending int64, shape (X,): distinct lengths up to and including each cell; the last is D.
+        Distinct lengths up to and including each cell, ascending int64, shape (X,); the last is D.
     """
     num_distinct = len(histogram.lengths)
     if num_distinct <= num_cells:
@@ -42,54 +43,54 @@ def even_ends(histogram: Histogram, num_cells: int) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """Lookup tables over X cells of D distinct lengths; a cell is named by its end, 1..X, and 0 means none.
+    """Tables over D distinct lengths and X cells of them; a cell is named by its place 1..X, and 0 means none.
+
+    The values of a row have three columns: its padded tokens when alone, its cost without the overhead of a
+    batch, and its share of a full batch of its own length.
 
     Attributes:
         ends: Distinct lengths up to and including each cell, int64, shape (X + 1,), ``ends[0] == 0``.
         count: Samples up to and including each cell, shape (X + 1,).
-        batches: The same as batches: every sample as the share of a batch that its length allows.
-        value: Mean padded tokens of a sample alone, and its cost without the overhead of a batch, by cell,
-            shape (X + 1, 2), ``value[0] == 0``.
-        rows: Rows that a batch may have when its longest is the cell's longest, int64, shape (X + 1,);
+        value: Mean values of a cell's rows, shape (X + 1, 3), ``value[0] == 0``.
+        rows: Rows of a full batch whose longest is the cell's longest, int64, shape (X + 1,);
             ``rows[0]`` is the shortest sample's.
+        mean_rows: The same for the cell's samples on average, shape (X + 1,).
         count_at: Samples up to and including each distinct length, shape (D + 1,).
-        falling_rows: Rows that a batch may have, negated, by distinct length, int64, ascending, shape (D,).
+        rows_at: Rows of a full batch by the distinct length of its longest, int64, not rising, shape (D,).
     """
 
     ends: IntArray
     count: FloatArray
-    batches: FloatArray
     value: FloatArray
     rows: IntArray
+    mean_rows: FloatArray
     count_at: FloatArray
-    falling_rows: IntArray
+    rows_at: IntArray
 
     @classmethod
     def gather(cls, histogram: Histogram, budget: TokenBudget, ends: IntArray) -> Cells:
         """Cells of a histogram whose longest sample fits the budget; ``ends`` as from :func:`even_ends`."""
-        ends = np.concatenate(([0], ends)).astype(np.int64)
+        ends = np.append(0, ends)
         counts = histogram.counts.astype(np.float64)
         rows = budget.max_rows(histogram.lengths)
         padded = budget.padded_length(histogram.lengths).astype(np.float64)
-        model = budget.cost_model
-        cost = model.cost(1, padded) - model.overhead_tokens
+        cost = budget.cost_model.cost(1, padded) - budget.cost_model.overhead_tokens
+        each = np.stack((padded, cost, 1.0 / rows), axis=1)
+        count_at = np.append(0.0, np.cumsum(counts))
 
-        def up_to(values: FloatArray) -> FloatArray:
-            return np.concatenate(([0.0], np.cumsum(values)))
+        def cell_means(values: FloatArray) -> FloatArray:  # (D, ...) -> (X + 1, ...)
+            weight = counts.reshape(-1, *(1,) * (values.ndim - 1))
+            sums = np.add.reduceat(weight * values, ends[:-1], axis=0)
+            return np.concatenate((np.zeros_like(sums[:1]), sums / np.add.reduceat(weight, ends[:-1], axis=0)))
 
-        def mean(values: FloatArray) -> FloatArray:
-            return np.concatenate(([0.0], np.add.reduceat(counts * values, ends[:-1]) / np.diff(count)))
-
-        count_at = up_to(counts)
-        count = count_at[ends]
         return cls(
             ends=ends,
-            count=count,
-            batches=up_to(counts / rows)[ends],
-            value=np.stack((mean(padded), mean(cost)), axis=1),
-            rows=np.concatenate((rows[:1], rows[ends[1:] - 1])),
+            count=count_at[ends],
+            value=cell_means(each),
+            rows=np.append(rows[0], rows[ends[1:] - 1]),
+            mean_rows=cell_means(rows.astype(np.float64)),
             count_at=count_at,
-            falling_rows=-rows,
+            rows_at=rows,
         )
 
     @property
@@ -98,4 +99,4 @@ class Cells:
 
     def count_allowing(self, num_rows: IntArray) -> FloatArray:
         """Samples short enough for a batch of ``num_rows``; shape as given."""
-        return self.count_at[np.searchsorted(self.falling_rows, -num_rows, side="right")]
+        return self.count_at[np.searchsorted(-self.rows_at, -num_rows, side="right")]

@@ -88,8 +88,6 @@ def optimize(
     raise NotImplementedError
 
 
-def estimate_efficiency(
-    histogram: Histogram, buckets: Buckets, budget: TokenBudget, lookahead: int
-) -> float:
+def estimate_efficiency(histogram: Histogram, buckets: Buckets, budget: TokenBudget, lookahead: int) -> float:
     """Expected padding efficiency of a packed epoch."""
     raise NotImplementedError

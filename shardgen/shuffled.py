@@ -26,8 +26,8 @@ from shardgen.cells import Cells, FloatArray, IntArray
 
 # Batch sizes and longest rows that are rarer than this are left out of the sums.
 RARE = 1e-12
-# Each step forgets the first row but for the batches that it closes itself.
-FIRST_ROW_STEPS = 4
+# Each damped step keeps at most a third of the error: closing rows make long and short first rows alternate.
+FIRST_ROW_STEPS = 8
 
 
 def shuffled_rows(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -46,7 +46,7 @@ def shuffled_rows(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatArray
     fewest = int(cells.rows[upper])
     mean_rows = np.minimum(total, fewest)
     value = np.empty((len(lower), 2))  # (L, padded and cost)
-    value[:] = cells.value[upper]
+    value[:] = cells.value[upper, :2]
     several = int(np.searchsorted(-total, -fewest, side="left"))  # the others fit one batch
     if several:
         mean_rows[:several], value[:several] = _several_batches(cells, upper, lower[:several])
@@ -68,8 +68,7 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
     most = _most_rows(cells, lower, fewest, share)  # (L,), not rising
     sizes = np.arange(fewest, most[0] + 2)  # n, and one beyond: (T + 1,)
     at_limit = share(cells.count_allowing(sizes)[None, :])  # F(c(n)), (L, T + 1)
-    with np.errstate(divide="ignore"):
-        log = np.log(at_limit)
+    log = np.log(np.maximum(at_limit, np.finfo(float).tiny))
     fill = np.exp((sizes[:-1] - 1) * log[:, :-1])  # F(c(n))^(n-1), (L, T)
     fill_next = np.exp((sizes[:-1] - 1) * log[:, 1:])  # F(c(n+1))^(n-1)
     first = at_limit  # G(c(n))
@@ -78,7 +77,7 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
         closes = (first[:, :-1] * fill - stays).sum(axis=1, keepdims=True)
         slope = closes + _from_right(stays)
         level = _from_right(stays * at_limit[:, 1:])
-        first = at_limit * slope - level  # (L, T + 1)
+        first = 0.5 * (first + at_limit * slope - level)  # (L, T + 1)
     reach = first[:, :-1] * fill  # P(N >= n), (L, T)
     reach[:, 0] = 1.0
 
@@ -86,13 +85,15 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
     # E[N; M_N <= x] = sum over n < m(x) of n H(n, x) (1 - F(c(n+1))) + m H(m, x) + sum over n > m(x) of P(N >= n)
     # with m(x) = max_rows(x) and H(n, x) = G(x) F(x)^(n-1).
     mean_rows = fewest - 1 + reach.sum(axis=1)
-    value = mean_rows[:, None] * cells.value[upper]
+    value = mean_rows[:, None] * cells.value[upper, :2]
     inside = np.searchsorted(-cells.rows[1:upper], -sizes, side="right")  # cells with m(x) >= n, (T + 1,)
-    value -= reach @ (cells.value[upper] - cells.value[inside[:-1] + 1])
+    value -= reach @ (cells.value[upper, :2] - cells.value[inside[:-1] + 1, :2])
 
-    begin = int(np.searchsorted(cells.count, count - (1.0 - RARE ** (1.0 / max(fewest - 1, 1))) / per_sample[0]))
+    begin = int(
+        np.searchsorted(cells.count, count - (1.0 - RARE ** (1.0 / max(fewest - 1, 1))) / per_sample[0])
+    )
     begin = max(min(begin, upper - 1), 1)
-    step = np.diff(cells.value[begin : upper + 1], axis=0)  # (x, 2)
+    step = np.diff(cells.value[begin : upper + 1, :2], axis=0)  # (x, 2)
     below = share(cells.count[None, begin:upper])  # F(x), (L, x)
     column = np.clip(cells.rows[begin:upper] - fewest, 0, len(sizes) - 1)
     shape = (below * slope[:, column] - level[:, column]) * _power(below, fewest - 1)  # H(fewest, x)
@@ -108,15 +109,16 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
     return mean_rows, value / mean_rows[:, None]
 
 
-def _most_rows(cells: Cells, lower: IntArray, fewest: int, share: Callable[[FloatArray], FloatArray]) -> IntArray:
+def _most_rows(
+    cells: Cells, lower: IntArray, fewest: int, share: Callable[[FloatArray], FloatArray]
+) -> IntArray:
     """Rows of the largest batch of each bucket that is not too rare, shape (L,): bisect F(c(n))^(n-1)."""
     low = np.full(len(lower), fewest)
-    high = np.maximum(-cells.falling_rows[cells.ends[lower]], fewest)  # those of the shortest sample
+    high = np.maximum(cells.rows_at[cells.ends[lower]], fewest)  # those of the shortest sample
     while (low < high).any():
         middle = (low + high + 1) // 2
-        with np.errstate(divide="ignore"):
-            log = np.log(share(cells.count_allowing(middle)[:, None])[:, 0])
-        alive = (middle - 1) * log > np.log(RARE)
+        at_limit = share(cells.count_allowing(middle)[:, None])[:, 0]
+        alive = (middle - 1) * np.log(np.maximum(at_limit, np.finfo(float).tiny)) > np.log(RARE)
         low, high = np.where(alive, middle, low), np.where(alive, high, middle - 1)
     return low
 

@@ -1,0 +1,212 @@
+"""Expected batches of a bucket with a lookahead above 1: windows of sorted rows.
+
+A bucket's rows fall at random into windows worth about W batches. A window is sorted by length and cut into full
+batches, every other one from its short end; what fills no batch goes into the windows of a next round.
+
+A window is the sorted bucket with each row kept with chance 1 / windows. So a batch has as many rows as the length
+of its longest allows, the next one opens a gamma-distributed number of ranks further, and its other rows lie evenly
+in between. We follow a few windows from batch to batch with fixed, stratified chances: no row is ever drawn, so the
+work depends on W alone, and equal questions have equal answers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardgen.batching import window_counts
+from shardgen.cells import Cells, FloatArray, IntArray
+
+# Batches to follow per bucket and direction: the error of the expected padding falls with their square root.
+NUM_BATCHES = 512
+MIN_CHAINS = 2
+
+
+def windowed_rows(
+    cells: Cells, upper: int, lower: IntArray, lookahead: int
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """What to expect of buckets with one upper boundary; arguments and results as those of ``shuffled_rows``."""
+    longest_first = np.arange(upper, int(lower[0]), -1)  # cells, (x,)
+    value, rows = cells.value[longest_first], cells.mean_rows[longest_first]  # (x, 3), (x,)
+    amount = np.diff(cells.count)[longest_first - 1] * (longest_first > lower[:, None])  # rows of a cell, (L, x)
+    total = amount.sum(axis=1)
+    spent = amount @ value  # every row alone, (L, 3); padding is added to it
+    # Windows also depend on the mean rows per batch of all buckets together. Later rounds are left about half a
+    # batch of every window; that weight keeps buckets apart.
+    weight = np.diff(cells.count) * cells.value[1:, 2]
+    num_chains = max(MIN_CHAINS, NUM_BATCHES // lookahead)
+    todo = np.arange(len(lower))
+    while len(todo):
+        chances = _chances(num_chains)
+        batches = amount @ value[:, 2]
+        num_rows = amount.sum(axis=1)
+        mean_rows = float(weight @ cells.mean_rows[1:] / weight.sum())
+        counts = window_counts(num_rows, batches, lookahead, mean_rows=mean_rows)
+        weight = weight * (cells.mean_rows[1:] / mean_rows) ** 0.75
+        windows = counts[:, None].astype(np.float64)  # (L, 1)
+        several = windows[:, 0] > 1.0
+        padding, kept = _cut_from_long_end(_Windows(amount / windows, windows, value, rows), chances)
+        spent[todo] += np.where(several[:, None], 0.5, 1.0) * windows * padding
+        todo, amount, windows, kept = todo[several], amount[several], windows[several], kept[several]
+        if len(todo):
+            padding, kept_short = _cut_from_short_end(_Windows(amount / windows, windows, value, rows), chances)
+            spent[todo] += 0.5 * windows * padding
+            amount = amount * (0.5 * (kept + kept_short))
+        num_chains = max(MIN_CHAINS, num_chains // 4)  # rounds matter less and less
+    return total / spent[:, 2], spent[:, 0] / total, spent[:, 1] / total
+
+
+class _Windows:
+    """One expected window of each of L buckets; its rows have ranks from the longest, 0, that need not be whole.
+
+    Attributes:
+        amount: Rows of a window by cell, longest first, shape (L, x).
+        step: Distance of neighbouring rows of the bucket in ranks of a window, ``1 / windows``, shape (L, 1).
+        spread: Deviation of ranks over that of a thin random sample, shape (L, 1); 0 when a window holds all rows.
+        size: Rows of a window, shape (L, 1).
+    """
+
+    def __init__(self, amount: FloatArray, windows: FloatArray, value: FloatArray, rows: FloatArray) -> None:
+        self.amount, self.value, self.rows = amount, value, rows
+        self.step = 1.0 / windows
+        self.spread = np.sqrt(1.0 - self.step)
+        self.end = np.cumsum(amount, axis=1)  # (L, x)
+        self.start = np.concatenate((np.zeros((len(amount), 1)), self.end[:, :-1]), axis=1)
+        self.size = self.end[:, -1:]
+        self.before = np.cumsum(amount[..., None] * value, axis=1) - amount[..., None] * value  # (L, x, 3)
+        # All buckets share one table, each in its own range, so that one search serves them all.
+        self.range = (self.size.max() + rows.max() + 1.0) * np.arange(len(amount))[:, None]
+        self.row = np.arange(len(amount))[:, None]
+
+    def search(self, table: FloatArray, rank: FloatArray, side: str) -> IntArray:
+        """``searchsorted`` in each bucket's row of a table, (L, x) and (L, R) -> (L, R)."""
+        found = np.searchsorted((table + self.range).ravel(), (rank + self.range).ravel(), side=side)
+        return np.clip(found.reshape(rank.shape) - self.row * table.shape[1], 0, table.shape[1] - 1)
+
+    def cell_at(self, rank: FloatArray) -> IntArray:
+        return self.search(self.end, rank, "right")
+
+    def values_before(self, rank: FloatArray, cell: IntArray) -> FloatArray:
+        """Values of all rows before each rank, (L, R, 3)."""
+        within = rank - self.start[self.row, cell]
+        return self.before[self.row, cell] + within[..., None] * self.value[cell]
+
+    def padding(self, others: FloatArray, opens: IntArray, values: FloatArray, ranks: FloatArray) -> FloatArray:
+        """What ``others`` rows cost above their own values when padded to the row that opens the batch.
+
+        Args:
+            others: Rows of the batch but its longest, shape (L, R).
+            opens: Cell of its longest.
+            values: Values of all rows of its range, (L, R, 3), the longest among them.
+            ranks: Ranks in its range, (L, R).
+        """
+        longest = self.value[opens]
+        between = ranks - self.step
+        others = np.clip(others, 0.0, np.maximum(between, 0.0) / self.step)
+        mean = (values - self.step[..., None] * longest) / np.where(others > 0.0, between, 1.0)[..., None]
+        return others[..., None] * np.maximum(longest - mean, 0.0)
+
+
+def _cut_from_long_end(window: _Windows, chances: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Padding of a window's batches, (L, 3), and the share of each cell's rows that fill none, (L, x).
+
+    A single window, which nothing follows, also pays for its last rows.
+    """
+    single, size = window.spread == 0.0, window.size
+    rank = _first_rank(window.step, chances[0])
+    padding, stop = np.zeros((*rank.shape, 3)), np.broadcast_to(size, rank.shape)
+    cell = window.cell_at(rank)
+    before, t = window.values_before(rank, cell), 0
+    while (rank < size).any():
+        t += 1
+        rows = window.rows[cell]
+        following = rank + _wait(rows, window.spread, chances[t % len(chances)])
+        unfilled = (following > size + 1.0 - window.step) & (rank < size)
+        stop = np.where(unfilled & ~single, rank, stop)
+        others = np.where(unfilled, np.where(single, size - rank - 1.0, 0.0), rows - 1.0) * (rank < size)
+        following = np.minimum(following, size)
+        after_cell = window.cell_at(following)
+        after = window.values_before(following, after_cell)
+        padding += window.padding(others, cell, after - before, following - rank)
+        rank, cell, before = following, after_cell, after
+    return padding.mean(axis=1), 1.0 - _share_before(window, stop, np.ones_like(stop))
+
+
+def _cut_from_short_end(window: _Windows, chances: IntArray) -> tuple[FloatArray, FloatArray]:
+    """As above for windows cut from their short end, whose longest rows may fill no batch."""
+    longest = _first_rank(window.step, chances[0])  # (L, R)
+    stop = window.size + np.zeros_like(longest)  # the next batch's rows lie before this rank
+    padding, left, density = np.zeros((*stop.shape, 3)), np.zeros_like(stop), np.zeros_like(stop)
+    reach = window.end + window.rows  # where a batch that opens in a cell ends at most; never falls
+
+    def opening(stop: FloatArray) -> tuple[FloatArray, NDArray[np.bool_]]:
+        """The first rank whose length allows all rows from there on, and whether it would allow more."""
+        cell = window.search(reach, stop, "left")
+        start, first = window.start[window.row, cell], stop - window.rows[cell]
+        return np.maximum(start, first), start > first
+
+    before, t = window.values_before(stop, window.cell_at(stop)), 0
+    while (stop > 0.0).any():
+        t += 1
+        chance = chances[t % len(chances)]
+        # Chance moves the end of the batch instead of its many rows.
+        rows = np.maximum(stop - opening(stop)[0], 1.0)
+        end = np.maximum(stop + rows - _wait(rows, window.spread, chance), 0.0)
+        first, roomy = opening(end)
+        rows = end - first
+        # A count of rows ends at a row; with room for more, longer rows end the batch, and it opens at the next.
+        topmost = first <= longest
+        gap = _first_rank(window.step, chances[(t + 1) % len(chances), ::-1]) * roomy
+        opens = np.minimum(np.where(topmost, longest, first + gap), stop)
+        cell = window.cell_at(opens)
+        unfilled = (stop > 0.0) & topmost & (~roomy | (rows < window.rows[cell] - 0.5))
+        left = np.where(unfilled, stop, left)
+        few = np.minimum(end - longest + 1.0 - window.step, window.rows[cell] - 1.0).clip(0.0)
+        density = np.where(unfilled, few / np.maximum(stop, 1e-9), density)
+        others = np.where(unfilled | (stop <= 0.0), 0.0, rows - 1.0)
+        padding += window.padding(others, cell, before - window.values_before(opens, cell), stop - opens)
+        stop = np.where(topmost, 0.0, np.minimum(first, stop - 0.5).clip(0.0))
+        before = window.values_before(stop, window.cell_at(stop))
+    return padding.mean(axis=1), _share_before(window, left, density)
+
+
+def _share_before(window: _Windows, stop: FloatArray, density: FloatArray) -> FloatArray:
+    """Mean share of each cell's rows before the ranks ``stop``, (L, x), when ``density`` of them count, both (L, R)."""
+    num_buckets, num_cells = window.amount.shape
+    cell = window.cell_at(stop)
+    part = (stop - window.start[window.row, cell]) / np.maximum(window.amount[window.row, cell], 1e-300)
+    flat = (window.row * num_cells + cell).ravel()
+
+    def by_cell(weight: FloatArray) -> FloatArray:
+        return np.bincount(flat, weight.ravel(), num_buckets * num_cells).reshape(num_buckets, num_cells)
+
+    whole = density.sum(axis=1, keepdims=True) - np.cumsum(by_cell(density), axis=1)  # stops in later cells
+    return (whole + by_cell(density * np.clip(part, 0.0, 1.0))) / stop.shape[1]
+
+
+def _first_rank(step: FloatArray, chance: IntArray) -> FloatArray:
+    """Ranks to the next row, (L, R): geometric, for rows kept with chance ``step`` of (L, 1)."""
+    beyond = -np.log1p(-(chance + 0.5) / len(chance))  # (R,)
+    with np.errstate(divide="ignore"):
+        return np.floor(beyond / -np.log1p(-step)) * step
+
+
+def _wait(events: FloatArray, spread: FloatArray, chance: IntArray) -> FloatArray:
+    """Gamma-distributed waits for ``events`` from normal deviates, by Wilson and Hilferty's cube (1931)."""
+    ninth = spread * spread / (9.0 * events)
+    return events * np.maximum(1.0 - ninth + _normal(len(chance))[chance] * np.sqrt(ninth), 0.0) ** 3
+
+
+@lru_cache(maxsize=16)
+def _normal(num_strata: int) -> FloatArray:
+    """Normal deviates of the middles of equal strata."""
+    return np.array([NormalDist().inv_cdf((i + 0.5) / num_strata) for i in range(num_strata)])
+
+
+@lru_cache(maxsize=16)
+def _chances(num_chains: int) -> IntArray:
+    """Strata 0..R-1 of every step, shuffled: each chance occurs once in a step, shape (steps, R)."""
+    return np.random.Generator(np.random.PCG64(0)).random((256, num_chains)).argsort(axis=1)
