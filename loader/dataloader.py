@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from loader.batch import BatchMeta
 from loader.dataset import BucketedDataset
 from loader.metrics import Meter
+from loader.predownload import Predownloader, ahead
 from loader.prefetch import Prefetcher
 from loader.progress import Progress, Session
 from loader.raw import RawBatch
@@ -123,7 +125,8 @@ class BucketedDataLoader:
         session = self._progress.begin()
         self.dataset.note_iterated(self._progress)
         self._meter = Meter()
-        running = _Pass(self, session, self._source(session))
+        predownloader = self.dataset.predownloader()
+        running = _Pass(self, session, self._source(session, predownloader), predownloader)
         # The loader must not keep alive what its user has dropped: a `break` ends the pass.
         self._pass = weakref.ref(running)
         return running
@@ -136,13 +139,23 @@ class BucketedDataLoader:
         if running is not None:
             running.close()
 
-    def _source(self, session: Session) -> Iterator[_Made]:
+    def _source(self, session: Session, predownloader: Predownloader | None) -> Iterator[_Made]:
+        if predownloader is not None:
+            session.tasks = self._announced(session.tasks, predownloader)
         if self.num_workers:
             return self._from_workers(session)
         if self._reader is None:
             self._reader = self.dataset.reader(self.collate_fn)  # kept, and with it its maps
         made = _made_here(session, self._reader, self.dataset, self.pin_memory)
         return Prefetcher(made, self.prefetch, self.timeout) if self.prefetch else made
+
+    def _announced(self, tasks: Iterator[Task], predownloader: Predownloader) -> Iterator[Task]:
+        shard_of = self.dataset.batch_reader.reader.shard_of
+        return ahead(
+            tasks,
+            self.dataset.predownload_batches,
+            lambda task: predownloader.want(np.unique(shard_of(task.planned.sample_ids)).tolist()),
+        )
 
     def _from_workers(self, session: Session) -> Iterator[_Made]:
         orders = self._orders
@@ -245,8 +258,15 @@ def _made_here(
 class _Pass:
     """One iteration over a loader. It ends when it is exhausted, closed or dropped."""
 
-    def __init__(self, loader: BucketedDataLoader, session: Session, source: Iterator[_Made]) -> None:
+    def __init__(
+        self,
+        loader: BucketedDataLoader,
+        session: Session,
+        source: Iterator[_Made],
+        predownloader: Predownloader | None,
+    ) -> None:
         self.loader = loader
+        self.predownloader = predownloader
         self.session = session
         self.source = source
         self.meter = loader._meter
@@ -281,6 +301,8 @@ class _Pass:
             return
         self.over = True
         self.meter.end()
+        if self.predownloader is not None:
+            self.predownloader.close()
         close = getattr(self.source, "close", None)
         if close is not None and close() is False:
             self.loader._reader = None  # a thread is stuck in it

@@ -13,7 +13,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import time_ns
 from typing import Any
@@ -134,11 +135,8 @@ class ShardSource(StreamingDataset):
         self.cache_limit = bytes_to_int(cache_limit) if cache_limit else None
         self.replication = world.replication if world.replication > 1 else None
         self._source_world = world
-        self._unique_rank_world = StreamingWorld(
-            world.num_ranks // world.ranks_per_node, world.ranks_per_node, 1, world.rank
-        )
-        if world.num_ranks % world.ranks_per_node:
-            self._unique_rank_world = StreamingWorld(1, world.num_ranks, 1, world.rank)
+        per_node = world.ranks_per_node if world.num_ranks % world.ranks_per_node == 0 else world.num_ranks
+        self._unique_rank_world = StreamingWorld(world.num_ranks // per_node, per_node, 1, world.rank)
         self._parallel_rank_world = (
             self._unique_rank_world.replicate(world.replication)
             if world.replication > 1
@@ -169,6 +167,20 @@ class ShardSource(StreamingDataset):
         self._set_streams(stream, index)
         self._set_table()
 
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Release the cache when the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Say that this dataset no longer uses its cache; others then may, with other limits."""
+        if getattr(self, "_marker", None) is not None:
+            self._marker.close()  # type: ignore[union-attr]
+
     def _default_cache(self, identity: str) -> Path:
         key = hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()
         return runtime_root() / f"cache-{key}"
@@ -185,6 +197,9 @@ class ShardSource(StreamingDataset):
             if not os.path.exists(path):
                 try:
                     stream._download_file(basename)
+                    if hasattr(self, "_table"):
+                        with self._marker.lock:
+                            self.cache_usage += os.path.getsize(path)
                 except DownloadError as error:
                     if basename == MANIFEST:
                         raise UserError(
@@ -253,6 +268,15 @@ class ShardSource(StreamingDataset):
 
     def _all_raw(self, index: Iterable[dict[str, Any]]) -> bool:
         return all(os.path.isfile(os.path.join(self.home, info["raw_data"]["basename"])) for info in index)
+
+    def small_bytes(self) -> int:
+        """Bytes of the small files, which always stay."""
+        return sum(
+            os.path.getsize(os.path.join(directory, name))
+            for directory, _, names in os.walk(self.home)
+            for name in names
+            if name in (INDEX, SAMPLES, MANIFEST)
+        )
 
     # --- shard states -------------------------------------------------------------------------------
 
@@ -392,11 +416,16 @@ class ShardSource(StreamingDataset):
                     f"{raw.basename} from {stream.remote} has {size} bytes, its index says {raw.bytes}: "
                     "the remote holds a truncated or another file"
                 )
-        except BaseException:
+        except BaseException as error:
             with self._marker.lock:
                 self._forget_files(shard_id)
                 table.states[shard_id] = REMOTE
-            raise
+            if isinstance(error, DownloadError) or not isinstance(error, Exception):
+                raise
+            raise DownloadError(
+                f"{shard.file_pairs[0][0].basename} from {stream.remote} cannot be used: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         with self._marker.lock:
             table.usage.set(table.usage.get() + delta)
             table.access_times[shard_id] = time_ns()
@@ -420,7 +449,7 @@ class ShardSource(StreamingDataset):
             self._evict_shard(int(shard_id))
 
     def evict_coldest_shard(self) -> None:
-        """Delete the local copy of the shard that was not used for the longest time; errors as in evict_shard."""
+        """Delete the local copy of the shard used longest ago; errors as in :meth:`evict_shard`."""
         if self._marker is None:
             raise UserError(f"{self.home} is the only copy: nothing is evicted without a remote")
         with self._marker.lock:
