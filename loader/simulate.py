@@ -54,7 +54,7 @@ class Simulated:
     Attributes:
         quality: Of epoch 0.
         recurrence: Pairs of epoch 0 that meet again in epoch 1.
-        dropped: Samples of the pool that epoch 0 does not deliver.
+        dropped: Entries of the pool that epoch 0 does not deliver.
         repeated: Deliveries of epoch 0 beyond the pool.
         plan_seconds: Time to plan epoch 0.
     """
@@ -178,6 +178,13 @@ def _bucket_shuffle(
     )
 
 
+def _pool_counts(corpus: Corpus, epoch_options: EpochOptions) -> NDArray[np.int64]:
+    """How often the pool of epoch 0 holds each sample; not once only with ``buckets`` or ``weights``."""
+    planner = EpochPlanner(corpus, epoch_options, 0)
+    ids = np.concatenate([planner.pool(block).ids for block in range(planner.num_blocks)])
+    return np.bincount(ids, minlength=corpus.num_samples)
+
+
 STRATEGIES: dict[str, _Epoch] = {
     "sorted-static": _sorted_static,
     "full-shuffle": _full_shuffle,
@@ -208,10 +215,13 @@ def simulate(corpus: Corpus, options: PlanOptions, epoch_options: EpochOptions, 
     seconds = perf_counter() - began
     second = make(corpus, options, epoch_options, 1)
     times = np.bincount(np.concatenate([p.sample_ids for p in first]), minlength=corpus.num_samples)
+    due = (
+        np.ones(corpus.num_samples, np.int64) if strategy != "loader" else _pool_counts(corpus, epoch_options)
+    )
     return Simulated(
         quality=assess(first, corpus, options),
         recurrence=recurrence(first, second, corpus.num_samples),
-        dropped=int((times == 0).sum()),
-        repeated=int((times - 1).clip(min=0).sum()),
+        dropped=int((due - times).clip(min=0).sum()),
+        repeated=int((times - due).clip(min=0).sum()),
         plan_seconds=seconds,
     )

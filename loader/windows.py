@@ -68,9 +68,19 @@ def cut(rows: Rows, rows_at: NDArray[np.int64], lookahead: int) -> Cuts:
     if lookahead == 1:
         return _cut_running(rows, rows_at)
     order, window_stop = _sort_windows(rows, rows_at, lookahead)
+    capacity = rows_at[rows.length[order]]
     window_start = np.concatenate(([0], window_stop[:-1]))
-    start, stop = _cut_windows(rows_at[rows.length[order]], window_start, window_stop)
-    return Cuts(order=order, start=start, stop=stop)
+    odd = np.arange(len(window_stop)) % 2 == 1
+    # What fills no batch would always be the shortest rows, and they would meet again and again: every other
+    # window is cut from its short end.
+    starts = np.concatenate(
+        (
+            _cut_from_long_end(capacity, window_start[~odd], window_stop[~odd]),
+            _cut_from_short_end(capacity, window_start[odd], window_stop[odd], window_stop),
+        )
+    )
+    starts.sort()
+    return Cuts(order=order, start=starts, stop=starts + capacity[starts])
 
 
 def _sort_windows(
@@ -108,23 +118,49 @@ def _sort_windows(
     return (word & _U64((1 << index_bits) - 1)).astype(np.int64), stop
 
 
-def _cut_windows(
+def _cut_from_long_end(
     capacity: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Round j cuts the j-th batch of every window at once: its first row is the longest and decides."""
-    starts, stops = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+) -> NDArray[np.int64]:
+    """Starts of full batches; round j cuts the j-th batch of every window at once.
+
+    A batch's first row is its longest, so it alone says how many rows there are.
+    """
+    starts = [np.zeros(0, np.int64)]
     some = start < stop
     position, limit = start[some], stop[some]
     while len(position):
         end = position + capacity[position]
         fits = end <= limit
-        position, end, limit = position[fits], end[fits], limit[fits]
-        starts.append(position)
-        stops.append(end)
+        starts.append(position[fits])
         more = end < limit
         position, limit = end[more], limit[more]
-    by_start = np.argsort(np.concatenate(starts))
-    return np.concatenate(starts)[by_start], np.concatenate(stops)[by_start]
+    return np.concatenate(starts)
+
+
+def _cut_from_short_end(
+    capacity: NDArray[np.int64],
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    window_stop: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """As above from the other end: the last row whose full batch ends by ``e`` starts it.
+
+    The few rows that may lie between that batch and ``e`` are left out.
+    """
+    if not len(start):
+        return start
+    # A batch that would leave its window ends beyond every ``e``; the ends never fall, as lengths do not rise.
+    end_of = np.arange(len(capacity)) + capacity
+    stop_of_row = np.repeat(window_stop, np.diff(window_stop, prepend=0))
+    end_of = np.minimum(end_of, stop_of_row + 1)
+    starts = [np.zeros(0, np.int64)]
+    end, first = stop, start
+    while len(end):
+        position = np.searchsorted(end_of, end, side="right") - 1
+        inside = position >= first
+        end, first = position[inside], first[inside]
+        starts.append(end)
+    return np.concatenate(starts)
 
 
 def _cut_running(rows: Rows, rows_at: NDArray[np.int64]) -> Cuts:

@@ -20,7 +20,7 @@ def naive_batches(rows: Rows, rows_at: np.ndarray, lookahead: int) -> list[list[
     ]
     counts = [int((rows.group == g).sum()) for g in range(groups)]
     num_windows = window_counts(np.array(counts), np.array(fill), lookahead)
-    result = []
+    result, number = [], 0
     for g in range(groups):
         members = np.flatnonzero(rows.group == g)
         window = pick(rows.hash[members], int(num_windows[g]))
@@ -29,13 +29,20 @@ def naive_batches(rows: Rows, rows_at: np.ndarray, lookahead: int) -> list[list[
                 members[window == w].tolist(),
                 key=lambda r: (-rows.length[r], int(rows.hash[r]) & 0xFFFFFFFF, r),
             )
-            start = 0
-            while start < len(inside):
-                n = int(rows_at[rows.length[inside[start]]])
-                if start + n > len(inside):
-                    break
-                result.append(inside[start : start + n])
-                start += n
+            full = [k for k, r in enumerate(inside) if k + rows_at[rows.length[r]] <= len(inside)]
+            if number % 2 == 0:  # from the long end, row by row
+                start = 0
+                while start in full:
+                    n = int(rows_at[rows.length[inside[start]]])
+                    result.append(inside[start : start + n])
+                    start += n
+            else:  # from the short end: the last full batch that ends in time
+                end = len(inside)
+                while fit := [k for k in full if k + rows_at[rows.length[inside[k]]] <= end]:
+                    n = int(rows_at[rows.length[inside[fit[-1]]]])
+                    result.append(inside[fit[-1] : fit[-1] + n])
+                    end = fit[-1]
+            number += 1
     return result
 
 
