@@ -149,7 +149,7 @@ def _cut_from_short_end(
     """
     if not len(start):
         return start
-    # A batch that would leave its window ends beyond every ``e``; the ends never fall, as lengths do not rise.
+    # A batch that would leave its window ends beyond every ``e``; the ends never fall, lengths never rise.
     end_of = np.arange(len(capacity)) + capacity
     stop_of_row = np.repeat(window_stop, np.diff(window_stop, prepend=0))
     end_of = np.minimum(end_of, stop_of_row + 1)
