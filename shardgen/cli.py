@@ -20,6 +20,7 @@ from shardgen.errors import UserError
 COMMANDS = {
     "build": ("shardgen.cli_build", "build_command", "Write length-bucketed shards."),
     "verify": ("shardgen.cli_verify", "verify_command", "Check a build, file by file and row by row."),
+    "simulate": ("shardgen.cli_simulate", "simulate_command", "Compare strategies on your lengths."),
     "optimize": ("shardgen.cli_optimize", "optimize_command", "Find the best bucket boundaries."),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args
 
 import click
@@ -14,7 +15,7 @@ from shardgen.cost import CostModel
 _C = TypeVar("_C", bound=Callable[..., Any])
 
 
-class BucketCount(click.ParamType):
+class BucketCount(click.ParamType):  # type: ignore[type-arg]  # generic in stubs only
     """A number of buckets, or ``auto``."""
 
     name = "number|auto"
@@ -33,7 +34,7 @@ class BucketCount(click.ParamType):
         return number
 
 
-class Lengths(click.ParamType):
+class Lengths(click.ParamType):  # type: ignore[type-arg]
     """Ascending lengths, comma-separated."""
 
     name = "lengths"
@@ -47,7 +48,7 @@ class Lengths(click.ParamType):
             lengths = tuple(int(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is no list of lengths: write it like 770,1216,1728", param, ctx)
-        if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)) or lengths[0] < 0:
+        if any(a >= b for a, b in pairwise(lengths)) or lengths[0] < 0:
             self.fail(f"{value!r} does not ascend", param, ctx)
         return lengths
 
