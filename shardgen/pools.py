@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import ctypes
 import multiprocessing
+import os
+import select
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -16,7 +19,6 @@ from shardgen.options import BuildOptions
 from shardgen.reading import RaggedColumnError
 
 WORKER_EXIT_SECONDS = 5
-PR_SET_PDEATHSIG = 1
 Future = concurrent.futures.Future
 
 
@@ -57,12 +59,24 @@ class InlinePool:
         return future
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
     # The parent decides: Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Die with the parent (a server that itself dies with the build), so that no orphan goes on writing.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_die_with, args=(parent,), name="shardgen-parent", daemon=True).start()
+
+
+def _die_with(parent: int) -> None:
+    """End this process when the build is gone: an orphan would wait, or write, for ever."""
+    try:
+        descriptor = os.pidfd_open(parent)
+        select.select([descriptor], [], [])
+    except ProcessLookupError:
+        pass
+    except (AttributeError, OSError):  # an old kernel, or a sandbox without the call
+        while os.path.exists(f"/proc/{parent}"):
+            time.sleep(1)
+    os._exit(1)
 
 
 class ProcessPool:
@@ -75,7 +89,7 @@ class ProcessPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["shardgen.write", "shardgen.read_parquet"])
         self._executor = concurrent.futures.ProcessPoolExecutor(
-            workers, mp_context=context, initializer=_start_worker
+            workers, mp_context=context, initializer=_start_worker, initargs=(os.getpid(),)
         )
 
     def submit(self, name: str, *args: Any) -> Future[Any]:

@@ -96,3 +96,38 @@ def error_line(result: subprocess.CompletedProcess[str]) -> str:
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     return lines[0]
+
+
+def ipc_file(path: Path, source: pa.Table, **options) -> str:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, source.schema, **options) as writer:
+        writer.write_table(source)
+    return str(path)
+
+
+def ipc_stream(path: Path, source: pa.Table, **options) -> str:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, source.schema, **options) as writer:
+        writer.write_table(source)
+    return str(path)
+
+
+def json_lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    """JSON lines, compressed as the name says."""
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with pa.output_stream(str(path)) as sink:  # detects .gz and .zst
+        sink.write(text)
+    return str(path)
+
+
+def saved_dataset(directory: Path, parts: list[pa.Table], indices: list[int] | None = None) -> str:
+    """What ``datasets.Dataset.save_to_disk`` leaves on disk."""
+    directory.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        ipc_stream(directory / name, part)
+    state: dict[str, Any] = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0"}
+    if indices is not None:
+        ipc_stream(directory / "indices.arrow", pa.table({"indices": pa.array(indices, pa.uint64())}))
+        state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (directory / "state.json").write_text(json.dumps(state))
+    (directory / "dataset_info.json").write_text("{}")
+    return str(directory)

@@ -58,7 +58,9 @@ def expected_samples(columns, rows):
 @st.composite
 def corpora(draw):
     num_rows = draw(st.integers(1, 30))
-    lengths = draw(st.lists(st.sampled_from([1, 2, 3, 7, 255, 256, 300]), min_size=num_rows, max_size=num_rows))
+    lengths = draw(
+        st.lists(st.sampled_from([1, 2, 3, 7, 255, 256, 300]), min_size=num_rows, max_size=num_rows)
+    )
     low, high = draw(st.sampled_from([(0, 100), (0, 70_000), (0, 1 << 40), (-5, 5), (0, (1 << 64) - 1)]))
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     dtype = np.uint64 if high > 1 << 62 else np.int64
@@ -90,7 +92,9 @@ def corpora(draw):
         "flag": pa.bool_(),
     }
     extra = draw(st.lists(st.sampled_from(sorted(set(types) - {"input_ids"})), unique=True))
-    source = pa.table({name: pa.array([r[name] for r in rows], types[name]) for name in ["input_ids", *extra]})
+    source = pa.table(
+        {name: pa.array([r[name] for r in rows], types[name]) for name in ["input_ids", *extra]}
+    )
     if "score" in extra:
         for row, score in zip(rows, source["score"].to_pylist(), strict=True):
             row["score"] = score
@@ -106,7 +110,9 @@ def corpora(draw):
     num_buckets=st.integers(1, 3),
     row_group_size=st.sampled_from([1, 7, 1000]),
 )
-def test_same_bytes_as_upstream(tmp_path, corpus, size_limit, compression, hashes, num_buckets, row_group_size):
+def test_same_bytes_as_upstream(
+    tmp_path, corpus, size_limit, compression, hashes, num_buckets, row_group_size
+):
     rows, source, extra = corpus
     work = fresh(tmp_path)
     path = write_parquet(work / "in.parquet", source, row_group_size)
