@@ -22,8 +22,8 @@ IntArray = NDArray[np.int64]
 def even_ends(histogram: Histogram, num_cells: int) -> IntArray:
     """Ends of about ``num_cells`` cells that are narrow where boundaries matter.
 
-    Equal steps of the mean of three measures: samples, tokens, and the logarithm of the length. So neither the
-    bulk nor a thin tail of long samples falls into one wide cell.
+    Equal steps of the mean of four measures: samples, tokens, the length and its logarithm. So neither the bulk
+    nor a thin tail of short or long samples falls into one wide cell.
 
     Returns:
         Distinct lengths up to and including each cell, ascending int64, shape (X,); the last is D.
@@ -33,9 +33,9 @@ def even_ends(histogram: Histogram, num_cells: int) -> IntArray:
         return np.arange(1, num_distinct + 1)
     length = histogram.lengths.astype(np.float64)
     samples = histogram.counts.astype(np.float64)
-    width = np.log(length) - np.log(np.append(0.5 * length[0], length[:-1]))
+    before = np.append(0.5 * length[0], length[:-1])
     measure = np.zeros(num_distinct)
-    for weight in (samples, samples * length, width):
+    for weight in (samples, samples * length, length - before, np.log(length / before)):
         measure += np.cumsum(weight) / weight.sum()
     steps = np.arange(1, num_cells) / num_cells * measure[-1]
     return np.unique(np.append(np.searchsorted(measure, steps) + 1, num_distinct))

@@ -1,13 +1,39 @@
-"""Best bucket boundaries for what the loader will really pay."""
+"""Best bucket boundaries for what the loader will really pay.
+
+An exact dynamic programme over a grid of boundaries: every distinct length, or a stated number of cells of them.
+What a bucket costs comes from :mod:`shardgen.estimate`; with K - 1 buckets solved for every end, K buckets follow
+by trying every beginning of the last one, so the whole curve over K comes with the answer. A grid coarser than the
+lengths is followed by a descent at full resolution, which can only improve. Every alternative is costed by the same
+function, so none is ever better.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from shardgen.alternatives import ALTERNATIVES, Boundaries, coordinate_descent, equal_width
 from shardgen.buckets import Buckets, TokenBudget
+from shardgen.cells import FloatArray, IntArray
+from shardgen.errors import UserError
+from shardgen.estimate import Estimator, estimate_efficiency, sorted_efficiency
 from shardgen.lengths import Histogram
+from shardgen.static import static_partitions
+
+__all__ = ["Alternative", "BucketStats", "OptimizeResult", "estimate_efficiency", "optimize"]
+
+# Cells of the grid when there are more distinct lengths; a windowed bucket costs more to estimate.
+SHUFFLED_CELLS = 320
+WINDOWED_CELLS = 64
+# The curve goes at least this far, and "auto" at most that far.
+CURVE_BUCKETS = 16
+MAX_AUTO_BUCKETS = 64
+# "auto" stops where the next bucket gains less padding efficiency than this.
+AUTO_GAIN = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +44,8 @@ class BucketStats:
         lower, upper: Boundaries in tokens.
         num_samples, num_tokens: What it holds; both may be 0 with given boundaries.
         mean_length: Tokens per sample, 0 when empty.
-        batch_size: Rows of a full batch that holds a sample of ``upper`` tokens; batches of shorter
-            samples have more.
+        batch_size: Rows of a full batch that holds the bucket's longest sample (of length ``upper`` with static
+            shapes); batches of shorter samples have more.
         padding_efficiency: Expected at lookahead 1; 1 when empty.
     """
 
@@ -36,7 +62,7 @@ class BucketStats:
 class Alternative:
     """Boundaries found some other way, with their expected padding efficiency at lookahead 1."""
 
-    boundaries: tuple[int, ...]
+    boundaries: Boundaries
     padding_efficiency: float
 
 
@@ -48,10 +74,10 @@ class OptimizeResult:
         boundaries: ``(0, b1, ..., bK)``, strictly ascending.
         padding_efficiency: Expected real tokens over padded tokens at lookahead 1.
         lookahead_padding_efficiency: The same at the lookahead asked for.
-        curve: ``(number of buckets, padding efficiency)`` of the best boundaries of each number.
+        curve: ``(number of buckets, padding efficiency)`` of the best boundaries of up to each number.
         lower_bound_efficiency: Efficiency of sorted packing, the limit for any boundaries.
-        grid_step: 1 when every distinct length was a candidate; else the widest run of lengths, in tokens,
-            whose last one alone was.
+        grid_step: 1 when every distinct length was a candidate; else the widest run of lengths, in tokens, of
+            which only the last was one (before the descent).
         notes: What a person should know, such as fewer buckets than asked for.
         seconds: Time the search took.
     """
@@ -59,7 +85,7 @@ class OptimizeResult:
     num_samples: int
     num_tokens: int
     token_budget: int
-    boundaries: tuple[int, ...]
+    boundaries: Boundaries
     padding_efficiency: float
     lookahead_padding_efficiency: float
     buckets: tuple[BucketStats, ...]
@@ -72,7 +98,14 @@ class OptimizeResult:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values, without ``notes``."""
-        raise NotImplementedError
+        result = asdict(self)
+        del result["notes"]
+        result["boundaries"] = list(self.boundaries)
+        result["buckets"] = list(result["buckets"])
+        result["curve"] = [{"num_buckets": k, "padding_efficiency": e} for k, e in self.curve]
+        for name, alternative in self.alternatives.items():
+            result["alternatives"][name]["boundaries"] = list(alternative.boundaries)
+        return result
 
 
 def optimize(
@@ -84,10 +117,174 @@ def optimize(
     optimize_for_lookahead: int = 1,
     boundaries: Sequence[int] | None = None,
 ) -> OptimizeResult:
-    """Best boundaries, or an evaluation of ``boundaries`` (upper bounds) when given."""
-    raise NotImplementedError
+    """Best boundaries, or an evaluation of given ones.
+
+    The result has at most ``num_buckets`` buckets: fewer when there are fewer distinct lengths, or (rarely, on few
+    samples) when a further bucket would cost more than it saves.
+
+    Args:
+        histogram: The lengths; the work does not depend on the number of samples.
+        num_buckets: How many buckets, or ``"auto"``: the smallest number whose next bucket gains less than half a
+            point of padding efficiency at lookahead 1.
+        budget: The limits of a batch, and the costs that are minimised.
+        lookahead: Report the efficiency at this many batches per window too.
+        optimize_for_lookahead: Minimise the cost at this many batches per window.
+        boundaries: Upper bounds to evaluate instead of the best ones.
+
+    Raises:
+        UserError: A length fits no batch, or an argument is out of its range.
+    """
+    began = time.perf_counter()
+    for name, value in (("lookahead", lookahead), ("optimize_for_lookahead", optimize_for_lookahead)):
+        if value < 1:
+            raise UserError(f"{name} {value} is below 1: use 1 for a plain shuffle")
+    if num_buckets != "auto" and num_buckets < 1:
+        raise UserError(f"{num_buckets} buckets are too few: use at least 1, or auto")
+    search = _Search(histogram, budget, optimize_for_lookahead)
+    given = None if boundaries is None else Buckets.from_upper_bounds(boundaries, histogram.longest).boundaries
+    wanted = num_buckets if given is None else len(given) - 1
+    ladder = search.ladder(wanted)
+    count = _enough(ladder) if wanted == "auto" else min(wanted, len(ladder))
+    alternatives = {name: choose(histogram, count) for name, choose in ALTERNATIVES.items()}
+    others = [*alternatives.values(), equal_width(histogram, count)]
+    best = search.best(ladder[count - 1][0], others)
+    efficiency = search.shuffled.efficiency
+    curve = [e for _, e in ladder]
+    curve[count - 1] = efficiency(best)
+    chosen = best if given is None else given
+    ahead = search.shuffled if lookahead == 1 else Estimator(histogram, budget, lookahead)
+    return OptimizeResult(
+        num_samples=histogram.num_samples,
+        num_tokens=histogram.num_tokens,
+        token_budget=budget.tokens,
+        boundaries=chosen,
+        padding_efficiency=efficiency(chosen),
+        lookahead_padding_efficiency=ahead.efficiency(chosen),
+        buckets=_bucket_stats(search.shuffled, chosen),
+        curve=tuple(enumerate(curve, start=1)),
+        alternatives={
+            name: Alternative(boundaries=b, padding_efficiency=efficiency(b)) for name, b in alternatives.items()
+        },
+        lower_bound_efficiency=sorted_efficiency(histogram, budget),
+        grid_step=search.grid_step,
+        notes=_notes(histogram, wanted, best, given, efficiency(best)),
+        seconds=time.perf_counter() - began,
+    )
 
 
-def estimate_efficiency(histogram: Histogram, buckets: Buckets, budget: TokenBudget, lookahead: int) -> float:
-    """Expected padding efficiency of a packed epoch."""
-    raise NotImplementedError
+class _Search:
+    """One objective over one histogram."""
+
+    def __init__(self, histogram: Histogram, budget: TokenBudget, lookahead: int) -> None:
+        self.histogram, self.budget, self.lookahead = histogram, budget, lookahead
+        self.shuffled = Estimator(histogram, budget, 1)
+        self.objective = self.shuffled if lookahead == 1 else Estimator(histogram, budget, lookahead)
+        self.grid_step = 1
+        self.step = 0  # first step of the descent, in distinct lengths
+
+    def ladder(self, wanted: int | Literal["auto"]) -> list[tuple[Boundaries, float]]:
+        """The best boundaries of up to 1, 2, ... buckets, with their efficiency at lookahead 1."""
+        rungs: list[tuple[Boundaries, float]] = []
+        lowest = np.inf
+        for boundaries in self._partitions(wanted):
+            if (cost := self.objective.cost(boundaries)) < lowest or not rungs:
+                lowest, rung = cost, (boundaries, self.shuffled.efficiency(boundaries))
+            rungs.append(rung)
+            most = MAX_AUTO_BUCKETS if wanted == "auto" and _enough(rungs) == len(rungs) else wanted
+            if len(rungs) >= max(CURVE_BUCKETS, 0 if most == "auto" else most):
+                break
+        return rungs
+
+    def best(self, boundaries: Boundaries, others: Sequence[Boundaries]) -> Boundaries:
+        """The cheapest, and from there down to the next local minimum at full resolution."""
+        best = min([boundaries, *others], key=self.objective.cost)
+        return coordinate_descent(best, self.histogram, self.objective.cost, self.step)
+
+    def _partitions(self, wanted: int | Literal["auto"]) -> Iterator[Boundaries]:
+        lengths = self.histogram.lengths
+        if self.budget.padding == "boundary":
+            for ends, _ in static_partitions(self.histogram, self.budget):
+                yield (0, *lengths[ends - 1].tolist())
+            return
+        num_cells = SHUFFLED_CELLS if self.lookahead == 1 else WINDOWED_CELLS
+        num_cells = max(num_cells, 2 * (MAX_AUTO_BUCKETS if wanted == "auto" else wanted))
+        grid = Estimator(self.histogram, self.budget, self.lookahead, num_cells)
+        ends = grid.cells.ends
+        widest = int(np.diff(ends).max())
+        if widest > 1:
+            self.grid_step = int((lengths[ends[1:] - 1] - lengths[ends[:-1]]).max()) + 1
+            self.step = max(1, widest // 2)
+        for cells in partitions(grid.table()):
+            yield (0, *lengths[ends[cells] - 1].tolist())
+
+
+def partitions(cost: FloatArray) -> Iterator[IntArray]:
+    """The cheapest 1, 2, ... consecutive ranges that cover all cells.
+
+    Args:
+        cost: Cost of the range of cells i + 1 .. j at ``[i, j]``, infinite unless i < j, shape (X + 1, X + 1).
+
+    Yields:
+        The last cell of each range, ascending int64, shape (K,), for K up to X.
+    """
+    num_cells = len(cost) - 1
+    total = cost[0]  # of the cells up to each, in K ranges
+    came_from: list[IntArray] = []
+    for num_ranges in range(1, num_cells + 1):
+        if num_ranges > 1:
+            through = total[:, None] + cost
+            came_from.append(through.argmin(axis=0))
+            total = np.take_along_axis(through, came_from[-1][None, :], axis=0)[0]
+        ends = [num_cells]
+        for before in reversed(came_from):
+            ends.append(int(before[ends[-1]]))
+        yield np.array(ends[::-1], np.int64)
+
+
+def _enough(ladder: Sequence[tuple[Boundaries, float]]) -> int:
+    """The smallest number of buckets whose next one gains too little."""
+    gains = np.diff([efficiency for _, efficiency in ladder])
+    small = np.flatnonzero(gains < AUTO_GAIN)
+    return int(small[0]) + 1 if len(small) else len(ladder)
+
+
+def _bucket_stats(estimator: Estimator, boundaries: Boundaries) -> tuple[BucketStats, ...]:
+    histogram, budget = estimator.histogram, estimator.budget
+    padded = estimator.evaluate(boundaries)[0]
+    at = np.searchsorted(histogram.lengths, boundaries, side="right").tolist()
+    stats = []
+    for k, (first, stop) in enumerate(zip(at[:-1], at[1:], strict=True)):
+        num_samples = int(histogram.counts[first:stop].sum())
+        num_tokens = int(histogram.counts[first:stop] @ histogram.lengths[first:stop])
+        static = budget.padding == "boundary" or not num_samples
+        longest = boundaries[k + 1] if static else int(histogram.lengths[stop - 1])
+        stats.append(
+            BucketStats(
+                lower=boundaries[k],
+                upper=boundaries[k + 1],
+                num_samples=num_samples,
+                num_tokens=num_tokens,
+                mean_length=num_tokens / num_samples if num_samples else 0.0,
+                batch_size=int(budget.max_rows(longest)),
+                padding_efficiency=num_tokens / float(padded[k]) if num_samples else 1.0,
+            )
+        )
+    return tuple(stats)
+
+
+def _notes(
+    histogram: Histogram,
+    wanted: int | Literal["auto"],
+    best: Boundaries,
+    given: Boundaries | None,
+    efficiency: float,
+) -> tuple[str, ...]:
+    found, distinct = len(best) - 1, len(histogram.lengths)
+    if given is not None:
+        inner = ",".join(str(b) for b in best[1:])
+        return (f"the best {found} boundaries would be {inner}, with padding efficiency {efficiency:.4f}",)
+    if wanted == "auto" or found == wanted:
+        return ()
+    if distinct < wanted:
+        return (f"{found} buckets instead of {wanted}: there are only {distinct} distinct lengths",)
+    return (f"{found} buckets instead of {wanted}: a further one would cost more than it saves",)

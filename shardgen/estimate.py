@@ -1,0 +1,156 @@
+"""What given buckets will cost, before anything is packed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardgen.buckets import Buckets, TokenBudget
+from shardgen.cells import Cells, FloatArray, IntArray, even_ends
+from shardgen.errors import UserError
+from shardgen.lengths import Histogram
+from shardgen.shuffled import shuffled_rows
+from shardgen.static import static_batches
+from shardgen.windowed import windowed_rows
+
+# Above this many distinct lengths their costs are averaged in cells, much finer than any bucket.
+MAX_CELLS = 8192
+
+
+class Estimator:
+    """Expected padded tokens and cost of buckets, for one way of batching them.
+
+    Padding to the longest row depends on the order: exact order statistics without lookahead (``shuffled``), windows
+    followed batch by batch with it (``windowed``). Padding to the boundary does not (``static``).
+    """
+
+    def __init__(
+        self, histogram: Histogram, budget: TokenBudget, lookahead: int, num_cells: int = MAX_CELLS
+    ) -> None:
+        check_fits(histogram, budget)
+        self.histogram, self.budget, self.lookahead = histogram, budget, lookahead
+        self.cells = Cells.gather(histogram, budget, even_ends(histogram, num_cells))
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def buckets(self, upper: int, lower: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Padded tokens and cost of whole buckets with one upper boundary.
+
+        Args:
+            upper: The last cell of every bucket.
+            lower: The cell before the first of each, ascending, below ``upper``, shape (L,).
+
+        Returns:
+            Two float64 arrays of shape (L,).
+        """
+        num_samples = self.cells.count[upper] - self.cells.count[lower]
+        if self.budget.padding == "boundary":
+            boundary = self.histogram.lengths[self.cells.ends[upper] - 1]
+            return static_batches(num_samples, np.full(len(lower), boundary), self.budget)
+        if self.lookahead == 1:
+            rows, padded, cost = shuffled_rows(self.cells, upper, lower)
+        else:
+            rows, padded, cost = windowed_rows(self.cells, upper, lower, self.lookahead)
+        return num_samples * padded, num_samples * (cost + self.budget.cost_model.overhead_tokens / rows)
+
+    def bucket(self, lower: int, upper: int) -> tuple[float, float]:
+        """Padded tokens and cost of one bucket of cells ``lower + 1 .. upper``, remembered."""
+        if lower >= upper:
+            return 0.0, 0.0
+        if (lower, upper) not in self._known:
+            padded, cost = self.buckets(upper, np.array([lower]))
+            self._known[lower, upper] = float(padded[0]), float(cost[0])
+        return self._known[lower, upper]
+
+    def table(self) -> FloatArray:
+        """Cost of every bucket by the cells before and at its end, infinite where empty, shape (X + 1, X + 1)."""
+        num_cells = self.cells.num_cells
+        cost = np.full((num_cells + 1, num_cells + 1), np.inf)
+        for upper in range(1, num_cells + 1):
+            cost[:upper, upper] = self.buckets(upper, np.arange(upper))[1]
+        return cost
+
+    def cells_of(self, boundaries: tuple[int, ...]) -> list[int]:
+        """The last cell up to each boundary; exact when every distinct length is a cell."""
+        distinct = np.searchsorted(self.histogram.lengths, boundaries, side="right")
+        return [int(i) for i in np.searchsorted(self.cells.ends, distinct)]
+
+    def evaluate(self, boundaries: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
+        """Padded tokens and cost of each bucket, shape (K,), of any boundaries that hold all lengths."""
+        if self.budget.padding == "boundary":
+            up_to = np.append(0.0, np.cumsum(self.histogram.counts.astype(np.float64)))
+            at = np.searchsorted(self.histogram.lengths, boundaries, side="right")
+            upper = np.array(boundaries[1:], np.int64)
+            used = np.diff(at) > 0
+            if (used & (self.budget.max_rows(upper) < 1)).any():
+                raise UserError(
+                    f"boundary {int(upper[used].max())} is above what token_budget {self.budget.tokens} lets a row "
+                    f"have ({self.budget.longest_allowed}): lower the boundary or raise the budget"
+                )
+            padded, cost = np.zeros((2, len(upper)))
+            padded[used], cost[used] = static_batches(np.diff(up_to[at])[used], upper[used], self.budget)
+            return padded, cost
+        cells = self.cells_of(boundaries)
+        pairs = [self.bucket(a, b) for a, b in zip(cells[:-1], cells[1:], strict=True)]
+        padded, cost = np.array(pairs).T
+        return padded, cost
+
+    def cost(self, boundaries: tuple[int, ...]) -> float:
+        return float(self.evaluate(boundaries)[1].sum())
+
+    def efficiency(self, boundaries: tuple[int, ...]) -> float:
+        """Real tokens over padded tokens."""
+        return self.histogram.num_tokens / float(self.evaluate(boundaries)[0].sum())
+
+
+def check_fits(histogram: Histogram, budget: TokenBudget) -> None:
+    """Refuse lengths that no batch can hold, by a :class:`UserError`."""
+    limit = budget.longest_allowed
+    if histogram.longest <= limit:
+        return
+    num_over = int(histogram.counts[histogram.lengths > limit].sum())
+    limits = f"token_budget {budget.tokens}"
+    if budget.cost_budget is not None:
+        limits += f" and cost_budget {budget.cost_budget}"
+    if budget.pad_to_multiple_of > 1:
+        limits += f" with pad_to_multiple_of {budget.pad_to_multiple_of}"
+    raise UserError(
+        f"length {histogram.longest} is above what {limits} lets a sample have ({limit}; {num_over} samples are too "
+        f"long): raise the budget, or drop, truncate or split them"
+    )
+
+
+def estimate_efficiency(histogram: Histogram, buckets: Buckets, budget: TokenBudget, lookahead: int) -> float:
+    """Expected real tokens over padded tokens of an epoch packed by the loader.
+
+    Args:
+        histogram: The lengths; the work does not depend on the number of samples.
+        buckets: Any buckets that hold all lengths.
+        budget: The limits of a batch.
+        lookahead: Batches per window; 1 for a plain shuffle inside each bucket.
+
+    Raises:
+        UserError: A length fits no bucket or no batch.
+    """
+    buckets.assign(histogram.lengths)
+    return Estimator(histogram, budget, lookahead).efficiency(buckets.boundaries)
+
+
+def sorted_efficiency(histogram: Histogram, budget: TokenBudget) -> float:
+    """Efficiency of packing all samples from the longest to the shortest: what boundaries can approach."""
+    rows = budget.max_rows(histogram.lengths).tolist()
+    padded = budget.padded_length(histogram.lengths).tolist()
+    left = histogram.counts.tolist()
+    total, at = 0, len(left) - 1
+    while at >= 0:
+        full, opened = divmod(left[at], rows[at])
+        total += full * rows[at] * padded[at]
+        missing, longest = (rows[at] - opened, at) if opened else (0, at)
+        left[at] = 0
+        at -= 1
+        while missing and at >= 0:  # the batch that spans lengths
+            taken = min(missing, left[at])
+            left[at] -= taken
+            missing -= taken
+            at -= left[at] == 0
+        if opened:
+            total += (rows[longest] - missing) * padded[longest]
+    return histogram.num_tokens / total
