@@ -139,8 +139,9 @@ class Collator:
         if tokens.dtype.kind not in "iu":
             raise UserError(f"tokens column {self.tokens_column!r} holds {tokens.dtype.name}, not integers")
         if lengths is not None:
-            _check_lengths(reader, ids, tokens.lengths, lengths, "the set's length column says")
-        width = int(tokens.lengths.max(initial=0)) if self.layout == "padded" else None
+            _check_lengths(reader, ids, tokens.lengths, lengths.tolist(), "the set's length column says")
+        num_tokens = np.array(tokens.lengths, np.int64)
+        width = max(tokens.lengths, default=0) if self.layout == "padded" else None
         loss: NDArray[np.bool_] | None = None
         if self.loss_mask_column is not None and self.labels is not None:
             mask = reader.vectors(ids, self.loss_mask_column)
@@ -150,7 +151,7 @@ class Collator:
             loss = np.frombuffer(joined(mask, width), mask.dtype) != 0
         return RawBatch(
             sample_ids=ids,
-            lengths=tokens.lengths,
+            lengths=num_tokens,
             tokens=joined(tokens, width),
             dtype=tokens.dtype.str,
             loss=loss,
@@ -159,7 +160,7 @@ class Collator:
                     reader,
                     ids,
                     column,
-                    tokens.lengths,
+                    num_tokens,
                     tokens_encoding=reader.encoding(self.tokens_column),
                     must_be_padded=column in self.pad_values,
                 )
@@ -184,32 +185,30 @@ class Collator:
 
     def _padded(self, raw: RawBatch, shape: BatchShape, filler: bool) -> dict[str, Any]:
         num_real, num_rows, length = len(raw.lengths), shape.num_rows, shape.padded_length
-        longest = int(raw.lengths.max(initial=0))
+        dtype = np.dtype(raw.dtype)
+        longest = len(raw.tokens) // (num_real * dtype.itemsize) if num_real else 0
         if num_real > num_rows or longest > length:
             row = int(raw.lengths.argmax()) if num_real else 0
             raise UserError(
                 f"{num_real} rows up to {longest} tokens (sample {raw.sample_ids[row]}) do not fit a batch "
                 f"of {num_rows} rows x {length} tokens"
             )
-        stored = np.frombuffer(raw.tokens, raw.dtype).reshape(num_real, longest)  # (n, longest)
+        stored = np.frombuffer(raw.tokens, dtype).reshape(num_real, longest)  # (n, longest)
         full = (num_real, longest) == (num_rows, length)
-        # Comparing narrow integers takes half as long.
-        narrow = np.dtype(np.uint16 if length <= np.iinfo(np.uint16).max else np.int64)
-        limits: NDArray[Any] = np.ones(num_rows, narrow)
-        limits[:num_real] = raw.lengths
-        real: NDArray[np.bool_] = np.arange(length, dtype=narrow) < limits[:, None]  # (B, L)
-        padding = ~real
+        limits = raw.lengths
+        if num_rows > num_real:
+            limits = np.concatenate([limits, np.ones(num_rows - num_real, np.int64)])
+        real, padding = _real_and_padding(limits, length)
 
         def widened(pad: int) -> NDArray[np.int64]:
             if full:
                 wide = stored.astype(np.int64)
             else:
-                wide = np.empty((num_rows, length), np.int64)
+                wide = np.zeros((num_rows, length), np.int64)
                 wide[:num_real, :longest] = stored
-                wide[:num_real, longest:] = 0
-                wide[num_real:] = pad
+                wide[num_real:, 0] = pad
             if pad:
-                np.copyto(wide, pad, where=padding)
+                wide.reshape(-1)[padding] = pad
             return wide
 
         batch: dict[str, Any] = {"input_ids": torch.from_numpy(_checked(widened(self.pad_token), raw))}
@@ -222,7 +221,6 @@ class Collator:
                 if raw.loss is not None:
                     masked = raw.loss.reshape(num_real, longest)
                     np.copyto(labels[:num_real, :longest], IGNORED, where=~masked)
-                labels[num_real:] = IGNORED
                 if self.labels == "causal":
                     labels[:, 0] = IGNORED
             batch["labels"] = torch.from_numpy(labels)
@@ -257,6 +255,28 @@ class Collator:
         return batch
 
 
+def _real_and_padding(limits: NDArray[np.int64], length: int) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+    """Where the tokens are, bool (B, L), and an index of all other cells of a flattened (B, L) array.
+
+    A few padding cells are listed, many are a mask: listing costs 5 ns a cell, a mask 0.4 ns for every cell.
+    """
+    num_rows = len(limits)
+    gaps = length - limits  # (B,)
+    ends = np.cumsum(gaps)
+    num_padding = int(ends[-1])
+    if num_padding * 16 < num_rows * length:
+        first = np.arange(length, (num_rows + 1) * length, length) - ends
+        cells = np.repeat(first, gaps) + np.arange(num_padding)
+        real = np.ones((num_rows, length), np.bool_)
+        real.reshape(-1)[cells] = False
+        return real, cells
+    # Comparing narrow integers takes half as long.
+    narrow = np.dtype(np.uint16 if length <= np.iinfo(np.uint16).max else np.int64)
+    ends_of_rows: NDArray[Any] = limits.astype(narrow)
+    real = np.arange(length, dtype=narrow) < ends_of_rows[:, None]  # (B, L)
+    return real, ~real.reshape(-1)
+
+
 def _checked(wide: NDArray[np.int64], raw: RawBatch) -> NDArray[np.int64]:
     """``wide`` unless uint64 tokens did not fit into it."""
     if raw.dtype == "<u8" and (np.frombuffer(raw.tokens, raw.dtype) > np.iinfo(np.int64).max).any():
@@ -267,14 +287,14 @@ def _checked(wide: NDArray[np.int64], raw: RawBatch) -> NDArray[np.int64]:
 def _check_lengths(
     reader: SampleReader,
     sample_ids: NDArray[np.int64],
-    found: NDArray[np.int64],
-    expected: NDArray[np.int64],
+    found: list[int],
+    expected: list[int],
     what: str,
 ) -> None:
-    if not (found != expected).any():
+    if found == expected:
         return
-    row = int((found != np.asarray(expected)).argmax())
+    row = next(row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
     raise UserError(
-        f"{reader.name(int(sample_ids[row]))}: {int(found[row])} values are stored, but {what} "
-        f"{int(expected[row])}: the shard is damaged; run `shardgen verify`"
+        f"{reader.name(int(sample_ids[row]))}: {found[row]} values are stored, but {what} {expected[row]}: "
+        "the shard is damaged; run `shardgen verify`"
     )

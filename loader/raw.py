@@ -62,10 +62,7 @@ def joined(vectors: Vectors, width: int | None) -> bytes:
     if row_bytes > len(_zeros):
         _zeros = memoryview(bytes(2 * row_bytes))
     zeros = _zeros
-    parts: list[memoryview] = []
-    for part in vectors.parts:
-        parts.append(part)
-        missing = row_bytes - len(part)
-        if missing:
-            parts.append(zeros[:missing])
-    return b"".join(parts)
+    pieces = [zeros] * (2 * len(vectors.parts))
+    pieces[::2] = vectors.parts
+    pieces[1::2] = [zeros[len(part) : row_bytes] for part in vectors.parts]
+    return b"".join(pieces)

@@ -38,12 +38,12 @@ class Vectors:
     Attributes:
         parts: Bytes of the values of each sample; views of the maps, at any alignment.
         dtype: Their dtype, little-endian.
-        lengths: Values of each sample, int64, shape (n,).
+        lengths: Values of each sample.
     """
 
     parts: list[memoryview]
     dtype: np.dtype[Any]
-    lengths: NDArray[np.int64]
+    lengths: list[int]
 
 
 class SampleReader:
@@ -79,9 +79,8 @@ class SampleReader:
                 f"shards {self.shards[0].basename} and {different.basename} have different columns: "
                 f"{self.shards[0].columns} and {different.columns}; build them together"
             )
-        self._ends = np.cumsum(counts)  # (shards,) id after the last sample of each
-        self._starts = self._ends - counts
-        self._num_samples = int(counts.sum())
+        # (shards + 1,) first sample id of each, and the number of samples
+        self._bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._most_maps = _most_maps()
         self._open: dict[int, MappedShard] = {}
         # by (column, whether only the values of an array are meant), then by shard
@@ -94,7 +93,7 @@ class SampleReader:
 
     @property
     def num_samples(self) -> int:
-        return self._num_samples
+        return int(self._bounds[-1])
 
     def shard_of(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
         """Shard number of every sample id, int64, shape (n,).
@@ -102,12 +101,15 @@ class SampleReader:
         Raises:
             UserError: An id is outside the set.
         """
-        ids = np.ascontiguousarray(sample_ids, np.int64)
-        # Read as unsigned, a negative id is too large: one pass finds both.
-        if len(ids) and ids.view(np.uint64).max() >= self.num_samples:
-            wrong = int(ids[(ids < 0) | (ids >= self.num_samples)][0])
-            raise UserError(f"sample {wrong} is outside the {self.num_samples} samples of the set")
-        return np.searchsorted(self._ends, ids, side="right")
+        ids = np.asarray(sample_ids, np.int64)
+        shards = np.searchsorted(self._bounds, ids, side="right") - 1
+        if len(ids) and (shards.min() < 0 or shards.max() >= len(self.shards)):
+            raise self._outside(ids)
+        return shards
+
+    def _outside(self, ids: NDArray[np.int64]) -> UserError:
+        wrong = int(ids[(ids < 0) | (ids >= self.num_samples)][0])
+        return UserError(f"sample {wrong} is outside the {self.num_samples} samples of the set")
 
     def open(self, shard: int) -> None:
         """Map a shard now and check its header against the index.
@@ -141,7 +143,7 @@ class SampleReader:
     def _shard(self, number: int) -> MappedShard:
         shard = self._open.get(number)
         if shard is None:
-            shard = MappedShard(self.shards[number], self._locate(number), int(self._starts[number]))
+            shard = MappedShard(self.shards[number], self._locate(number), int(self._bounds[number]))
             while len(self._open) >= self._most_maps:
                 self.drop(next(iter(self._open)))
             self._open[number] = shard
@@ -165,14 +167,17 @@ class SampleReader:
         self, sample_ids: NDArray[np.int64], column: str, array: ArrayEncoding | None
     ) -> list[memoryview] | None:
         """Bytes of each value (of an array: of its numbers); ``None`` when one needs a closer look."""
-        places = self.shard_of(sample_ids)
-        numbers, rows = places.tolist(), (sample_ids - self._starts[places]).tolist()
+        places = np.searchsorted(self._bounds, sample_ids, side="right") - 1
+        numbers, rows = places.tolist(), (sample_ids - self._bounds[places]).tolist()
         key = (column, array is not None)
         spans = self._spans.setdefault(key, {})
         found = []
         for number in numbers:
             span = spans.get(number)
             if span is None:
+                # No id outside the set has a span, so only new ones need a look.
+                if not 0 <= number < len(self.shards):
+                    raise self._outside(sample_ids)
                 span = spans[number] = self._span(number, column, array)
             found.append(span)
         if self._odd:
@@ -202,8 +207,7 @@ class SampleReader:
         if parts is None or stored.dtype is None:
             return self._slow_vectors(sample_ids, column)
         itemsize = stored.dtype.itemsize
-        lengths = np.array([len(part) // itemsize for part in parts], np.int64)
-        return Vectors(parts=parts, dtype=stored.dtype, lengths=lengths)
+        return Vectors(parts=parts, dtype=stored.dtype, lengths=[len(part) // itemsize for part in parts])
 
     def scalars(self, sample_ids: NDArray[np.int64], column: str) -> NDArray[Any]:
         """The numbers of a column stored as ``int`` or as a numpy scalar, in the stored dtype, shape (n,)."""
@@ -252,7 +256,7 @@ class SampleReader:
         return Vectors(
             parts=[memoryview(array.astype(dtype).tobytes()) for array in arrays],
             dtype=dtype,
-            lengths=np.array([len(array) for array in arrays], np.int64),
+            lengths=[len(array) for array in arrays],
         )
 
     def encoding(self, column: str) -> str:
@@ -269,7 +273,7 @@ class SampleReader:
     def name(self, sample: int) -> str:
         """What errors call a sample: its shard, id, row and byte range."""
         number = int(self.shard_of([sample])[0])
-        shard, row = self._shard(number), sample - int(self._starts[number])
+        shard, row = self._shard(number), sample - int(self._bounds[number])
         low, high = shard.offsets[row : row + 2].tolist()
         return f"shard {shard.info.basename}, sample {sample} (row {row}) at bytes {low}:{high}"
 
@@ -284,7 +288,7 @@ class SampleReader:
             UserError: The bytes are not what the columns say; names the shard, the sample and the bytes.
         """
         number = int(self.shard_of([sample_id])[0])
-        shard, row = self._shard(number), sample_id - int(self._starts[number])
+        shard, row = self._shard(number), sample_id - int(self._bounds[number])
         stored = shard.info.columns
         at, end = shard.offsets[row : row + 2].tolist()
         num_varying = stored.sizes.count(None)
