@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardgen.pools import Future, Pool
+from shardgen.pools import Pool
 from shardgen.tasks import Fragments, ShardInfo, Task, TaskResult
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Run:
         self._config = job.format.config_bytes()
         self._waiting = np.zeros(self._layout.num_shards, np.int64)  # tasks yet to write to each shard
         self._fragments: dict[int, list[Fragments]] = {}
-        self._running: dict[Future[Any], Task | int] = {}
+        self._num_running = 0
         self._created: set[int] = set()
         self.written = Written()
 
@@ -85,10 +84,10 @@ class Run:
                 continue
             for shard in task.shard_paths:
                 self._create(shard)
-            self._running[self._pool.submit(name, self._job, task)] = task
-            while len(self._running) >= self._pool.slots:
+            self._submit((task.number,), name, self._job, task)
+            while self._num_running >= self._pool.slots:
                 self._collect()
-        while self._running:
+        while self._num_running:
             self._collect()
         return self.written
 
@@ -152,27 +151,32 @@ class Run:
         count = int(layout.shard_start[shard + 1] - layout.shard_start[shard])
         parts = Fragments.join(self._fragments.pop(shard, []))
         job = self._job
-        args = (job.directory, self._paths[shard], job.format, header, count, parts)
-        self._running[self._pool.submit("finish_shard", *args)] = shard
+        self._submit(
+            shard, "finish_shard", job.directory, self._paths[shard], job.format, header, count, parts
+        )
 
     def _collect(self) -> None:
         """Wait for something to end and take its result."""
-        done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in done:
-            what = self._running.pop(future)
-            result = future.result()
-            if isinstance(what, int):
-                self._take_shard(what, result)
-                continue
-            if self._pool.remote:
-                from shardgen.write import write_pieces
+        what, result = self._pool.next_done()
+        self._num_running -= 1
+        if isinstance(what, int):
+            self._take_shard(what, result)
+            return
+        task = self._prepared.tasks[what[0]]
+        if self._pool.remote:
+            from shardgen.write import write_pieces
 
-                result = write_pieces(self._job, what, result)
-            self._journal.save_task(result)
-            self._note(what, result)
-            for shard in what.shard_paths:
-                if not self._waiting[shard]:
-                    self._finish(shard)
+            result = write_pieces(self._job, task, result)
+        self._journal.save_task(result)
+        self._note(task, result)
+        for shard in task.shard_paths:
+            if not self._waiting[shard]:
+                self._finish(shard)
+
+    def _submit(self, key: int | tuple[int], name: str, *args: Any) -> None:
+        """Start a call: keys are a shard's number, or that of a task in a tuple."""
+        self._pool.submit(key, name, *args)
+        self._num_running += 1
 
     def _take_shard(self, shard: int, info: ShardInfo) -> None:
         if self._upload is not None:

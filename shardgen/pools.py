@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from shardgen.errors import UserError
@@ -19,7 +20,6 @@ from shardgen.options import BuildOptions
 from shardgen.reading import RaggedColumnError
 
 WORKER_EXIT_SECONDS = 5
-Future = concurrent.futures.Future
 
 
 class WorkerKilledError(UserError):
@@ -37,7 +37,11 @@ class Pool(Protocol):
     slots: int
     remote: bool
 
-    def submit(self, name: str, *args: Any) -> Future[Any]: ...
+    def submit(self, key: object, name: str, *args: Any) -> None:
+        """Start a call; ``key`` comes back with its result."""
+
+    def next_done(self) -> tuple[Any, Any]:
+        """Wait for a call to end: its key and result. Raises what the call raised."""
 
 
 def call(name: str, args: tuple[Any, ...]) -> Any:
@@ -53,17 +57,14 @@ class InlinePool:
     slots = 1
     remote = False
 
-    def submit(self, name: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(call(name, args))
-        return future
+    def __init__(self) -> None:
+        self._done: deque[tuple[object, Any]] = deque()
 
+    def submit(self, key: object, name: str, *args: Any) -> None:
+        self._done.append((key, call(name, args)))
 
-def _start_worker(parent: int) -> None:
-    # The parent decides: Ctrl-C reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_die_with, args=(parent,), name="shardgen-parent", daemon=True).start()
+    def next_done(self) -> tuple[Any, Any]:
+        return self._done.popleft()
 
 
 def _die_with(parent: int) -> None:
@@ -79,36 +80,92 @@ def _die_with(parent: int) -> None:
     os._exit(1)
 
 
+def _work(pipe: Connection, parent: int) -> None:
+    """Body of a worker: one call after another until the pipe closes."""
+    # The parent decides: Ctrl-C reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with, args=(parent,), name="shardgen-parent", daemon=True).start()
+    while True:
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, call(name, args))
+        except BaseException as error:  # goes to the parent, which raises it
+            answer = (False, error)
+        pipe.send(answer)
+
+
 class ProcessPool:
-    """Worker processes, forked from a server that has imported what they need once."""
+    """Worker processes, forked from a server that has imported what they need once.
+
+    One pipe to each and one call in each: no queues or locks that a killed process could keep.
+    """
 
     remote = False
 
     def __init__(self, workers: int) -> None:
-        self.slots = 2 * workers  # one task waits at each worker
+        self.slots = workers
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["shardgen.write", "shardgen.read_parquet"])
-        self._executor = concurrent.futures.ProcessPoolExecutor(
-            workers, mp_context=context, initializer=_start_worker, initargs=(os.getpid(),)
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, object] = {}
+        self._waiting: deque[tuple[object, str, tuple[Any, ...]]] = deque()
+        self._processes = []
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._idle.append(ours)
+
+    def submit(self, key: object, name: str, *args: Any) -> None:
+        self._waiting.append((key, name, args))
+        self._feed()
+
+    def _feed(self) -> None:
+        while self._waiting and self._idle:
+            key, name, args = self._waiting.popleft()
+            pipe = self._idle.pop()
+            self._busy[pipe] = key
+            try:
+                pipe.send((name, args))
+            except BrokenPipeError as error:
+                raise self._killed() from error
+
+    def next_done(self) -> tuple[Any, Any]:
+        pipe = wait(list(self._busy))[0]
+        assert isinstance(pipe, Connection)
+        try:
+            good, result = pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._killed() from error
+        key = self._busy.pop(pipe)
+        self._idle.append(pipe)
+        self._feed()
+        if not good:
+            raise result
+        return key, result
+
+    @staticmethod
+    def _killed() -> WorkerKilledError:
+        return WorkerKilledError(
+            "a worker process was killed (out of memory?): use fewer --workers or a smaller --memory"
         )
 
-    def submit(self, name: str, *args: Any) -> Future[Any]:
-        return self._executor.submit(call, name, args)
-
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def kill(self) -> None:
-        """Stop at once: running tasks are cut off."""
-        processes = list((self._executor._processes or {}).values())
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
-        for process in processes:
+        """Let the workers end; those in a call are cut off."""
+        for process in self._processes if self._busy else ():
+            process.kill()
+        for pipe in (*self._idle, *self._busy):
+            pipe.close()
+        for process in self._processes:
             process.join(WORKER_EXIT_SECONDS)
             if process.is_alive():
                 process.kill()
-                process.join(WORKER_EXIT_SECONDS)
 
 
 class RayPool:
@@ -125,63 +182,53 @@ class RayPool:
         self._own = not ray.is_initialized()
         if self._own:
             local = {} if address else {"num_cpus": workers, "include_dashboard": False}
-            ray.init(
-                address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False, **local
-            )
-        self.slots = 2 * workers
-        self._call = ray.remote(num_cpus=1, max_retries=2)(call)
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+        self.slots = 2 * workers  # one task waits at each worker
+        self._call = ray.remote(num_cpus=1)(call)
+        self._running: dict[Any, object] = {}
+        self._here = InlinePool()
+        self._num_here = 0
 
-    def submit(self, name: str, *args: Any) -> Future[Any]:
-        if name != "encode_task":
-            return InlinePool().submit(name, *args)
-        future: Future[Any] = self._call.remote(name, args).future()
-        return future
+    def submit(self, key: object, name: str, *args: Any) -> None:
+        if name == "encode_task":
+            self._running[self._call.remote(name, args)] = key
+        else:
+            self._here.submit(key, name, *args)
+            self._num_here += 1
+
+    def next_done(self) -> tuple[Any, Any]:
+        if self._num_here:
+            self._num_here -= 1
+            return self._here.next_done()
+        done, _ = self._ray.wait(list(self._running), num_returns=1)
+        key = self._running.pop(done[0])
+        try:
+            return key, self._ray.get(done[0])
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError | RaggedColumnError | OSError):
+                raise error.cause from None
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise WorkerKilledError(f"a Ray worker failed: {str(error).splitlines()[0]}") from error
 
     def close(self) -> None:
+        """Let go of the cluster; one that was started for this build ends."""
+        for reference in self._running:
+            with contextlib.suppress(Exception):
+                self._ray.cancel(reference, force=True)
         if self._own:
             self._ray.shutdown()
 
 
 @contextmanager
 def open_pool(options: BuildOptions) -> Iterator[Pool]:
-    """The pool that the options ask for; one local worker is this process itself.
-
-    Raises:
-        WorkerKilledError: A worker died.
-    """
-    if options.engine == "ray":
-        yield from _open_ray(options)
-        return
-    if options.workers == 1:
+    """The pool that the options ask for; one local worker is this process itself."""
+    if options.engine == "local" and options.workers == 1:
         yield InlinePool()
         return
-    pool = ProcessPool(options.workers)
+    remote = options.engine == "ray"
+    pool = RayPool(options.workers, options.ray_address) if remote else ProcessPool(options.workers)
     try:
         yield pool
-    except BrokenProcessPool as error:
-        pool.kill()
-        raise WorkerKilledError(
-            "a worker process was killed (out of memory?): use fewer --workers or a smaller --memory"
-        ) from error
-    except BaseException:
-        pool.kill()
-        raise
-    pool.close()
-
-
-def _open_ray(options: BuildOptions) -> Iterator[Pool]:
-    pool = RayPool(options.workers, options.ray_address)
-    try:
-        yield pool
-    except (UserError, RaggedColumnError, OSError):
-        raise
-    except Exception as error:
-        cause = getattr(error, "cause", None)  # Ray wraps what a task raised
-        if isinstance(cause, UserError | RaggedColumnError):
-            raise cause from None
-        if type(error).__module__.startswith("ray"):
-            text = str(error).splitlines()[0]
-            raise WorkerKilledError(f"a Ray task failed: {text}: see the cluster's logs") from error
-        raise
     finally:
         pool.close()

@@ -490,15 +490,15 @@ def is_worker(pid):
 def test_a_worker_killed_while_it_works_is_named(tmp_path, source):
     script = tmp_path / "deadly.py"
     script.write_text(
-        "import os, signal, sys\nimport shardgen.arrange, shardgen.cli, shardgen.pools\n"
+        "import shardgen.arrange, shardgen.cli, shardgen.pools\n"
         "shardgen.arrange.make_tasks.__defaults__ = (1,)\n"
-        "submit, calls = shardgen.pools.ProcessPool.submit, []\n"
-        "def deadly(self, name, *args):\n"
-        "    calls.append(name)\n"
+        "next_done, calls = shardgen.pools.ProcessPool.next_done, []\n"
+        "def deadly(self):\n"
+        "    calls.append(1)\n"
         "    if len(calls) == 5:\n"
-        "        return self._executor.submit(exec, 'import os, signal; os.kill(os.getpid(), signal.SIGKILL)')\n"
-        "    return submit(self, name, *args)\n"
-        "shardgen.pools.ProcessPool.submit = deadly\n"
+        "        self._processes[0].kill()\n"
+        "    return next_done(self)\n"
+        "shardgen.pools.ProcessPool.next_done = deadly\n"
         "if __name__ == '__main__':\n    shardgen.cli.main()\n"
     )
     found = subprocess.run(
