@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardgen import storage
-from shardgen._interim import estimate_efficiency
 from shardgen.buckets import Buckets
 from shardgen.errors import UserError
 from shardgen.execute import Run, Written
@@ -20,7 +19,7 @@ from shardgen.formats import SourceFile
 from shardgen.journal import Journal, identity
 from shardgen.lengths import Histogram
 from shardgen.manifest import Manifest
-from shardgen.optimize import OptimizeResult
+from shardgen.optimize import OptimizeResult, estimate_efficiency
 from shardgen.options import BuildOptions
 from shardgen.pools import WorkerKilledError, open_pool
 from shardgen.prepare import Prepared, find_boundaries, lay_out_build

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-try:
-    from shardgen.cli_options import planning_options
-except ImportError:  # pragma: no cover
+from shardgen.cli_options import Planning, planning_options
 
-    def planning_options(command: Any) -> Any:
-        options = [
-            click.option("--buckets", default="6"),
-            click.option("--boundaries"),
-            click.option("--token-budget", type=int, default=49152),
-            click.option("--cost-budget", type=int),
-            click.option("--max-batch-size", type=int),
-            click.option("--padding", type=click.Choice(["longest", "boundary"]), default="longest"),
-            click.option("--pad-to-multiple-of", type=int, default=1),
-            click.option("--lookahead", type=int, default=32),
-            click.option("--optimize-for-lookahead", type=int, default=1),
-            click.option("--quadratic-length", type=int),
-            click.option("--overhead-tokens", type=int),
-            click.option("--cost-model"),
-        ]
-        for option in reversed(options):
-            command = option(command)
-        return command
+if TYPE_CHECKING:
+    from shardgen.options import BuildOptions
 
 
-class ByteSize(click.ParamType):
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in stubs only
     """Bytes, with an optional ``kb``, ``mb`` or ``gb`` (powers of 1024)."""
 
     name = "size"
@@ -62,27 +44,19 @@ def hash_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
     return () if value.strip().lower() == "none" else names(ctx, param, value)
 
 
-def build_options(options: dict[str, Any]) -> Any:
+def build_options(options: dict[str, Any]) -> BuildOptions:
     """The options of a build from those of the command line."""
-    from shardgen.cost import CostModel
     from shardgen.options import BuildOptions
 
-    values = dict(options)
-    buckets = values.pop("buckets")
-    values["num_buckets"] = buckets if buckets == "auto" else int(buckets)
-    if isinstance(values["boundaries"], str):
-        values["boundaries"] = tuple(int(b) for b in values["boundaries"].split(","))
-    model, quadratic, overhead = (
-        values.pop(k) for k in ("cost_model", "quadratic_length", "overhead_tokens")
-    )
-    if not isinstance(model, CostModel):
-        model = (
-            CostModel.load(model)
-            if model
-            else CostModel(quadratic_length=quadratic, overhead_tokens=overhead or 0)
-        )
+    planning = Planning.of(options)
+    budget = planning.budget
     known = {f.name for f in fields(BuildOptions)}
-    return BuildOptions(cost_model=model, **{k: v for k, v in values.items() if k in known})
+    return BuildOptions(
+        **{name: value for name, value in options.items() if name in known - {"boundaries", "cost_model"}},
+        num_buckets=planning.num_buckets,
+        boundaries=planning.boundaries,
+        cost_model=budget.cost_model,
+    )
 
 
 @click.command("build", context_settings={"show_default": True})

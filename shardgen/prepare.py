@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardgen._interim import optimize
 from shardgen.arrange import Arrangement, arrange, make_tasks
 from shardgen.buckets import Buckets
 from shardgen.errors import UserError
 from shardgen.formats import SourceFile
 from shardgen.layout import ShardFormat
 from shardgen.lengths import Histogram
-from shardgen.optimize import OptimizeResult
+from shardgen.optimize import OptimizeResult, optimize
 from shardgen.options import BuildOptions
 from shardgen.policies import Samples, apply_policies
 from shardgen.progress import Progress
@@ -29,21 +28,29 @@ from shardgen.tasks import Task
 def find_boundaries(lengths: NDArray[np.int32], options: BuildOptions) -> OptimizeResult:
     """Best boundaries, or those asked for; the last is the longest sample, or ``--max-length``."""
     histogram = Histogram.from_lengths(lengths)
-    bounds = options.boundaries
-    common = {
-        "num_buckets": options.num_buckets,
-        "budget": options.budget,
-        "lookahead": options.lookahead,
-        "optimize_for_lookahead": options.optimize_for_lookahead,
-    }
     longest = options.max_length or histogram.longest
-    if bounds is None:
-        plan = optimize(histogram, **common)  # type: ignore[arg-type]
-        if longest <= plan.boundaries[-1]:
-            return plan
-        bounds = (*plan.boundaries[1:-1], longest)
-    uppers = Buckets.from_upper_bounds(bounds, longest).boundaries[1:]
-    return optimize(histogram, boundaries=uppers, **common)  # type: ignore[arg-type]
+
+    def search(boundaries: tuple[int, ...] | None) -> OptimizeResult:
+        return optimize(
+            histogram,
+            num_buckets=options.num_buckets,
+            budget=options.budget,
+            lookahead=options.lookahead,
+            optimize_for_lookahead=options.optimize_for_lookahead,
+            boundaries=boundaries,
+        )
+
+    if options.boundaries is not None:
+        return search(Buckets.from_upper_bounds(options.boundaries, longest).boundaries[1:])
+    plan = search(None)
+    if longest <= plan.boundaries[-1]:
+        return plan
+    bounds = (*plan.boundaries[:-1], longest)
+    if options.padding == "boundary":  # a wider last bucket is padded further
+        return replace(search(bounds[1:]), notes=plan.notes)
+    last = plan.buckets[-1]
+    last = replace(last, upper=longest, batch_size=int(options.budget.max_rows(longest)))
+    return replace(plan, boundaries=bounds, buckets=(*plan.buckets[:-1], last))
 
 
 @dataclass(frozen=True, kw_only=True)
