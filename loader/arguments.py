@@ -52,7 +52,7 @@ def build_option(manifest: Manifest, name: str, given: Any) -> Any:
 
 def choose_boundaries(
     manifest: Manifest,
-    lengths: NDArray[np.integer],
+    lengths: NDArray[np.integer[Any]],
     boundaries: Sequence[int] | None,
     num_buckets: int | None,
     padding: Padding,
@@ -116,7 +116,7 @@ def skip_ids(skip: Iterable[int], num_samples: int) -> NDArray[np.int64]:
     return ids
 
 
-def check_longest(lengths: NDArray[np.integer], options: PlanOptions, skip: NDArray[np.int64]) -> None:
+def check_longest(lengths: NDArray[np.integer[Any]], options: PlanOptions, skip: NDArray[np.int64]) -> None:
     """Refuse a budget that some sample of the set does not fit, unless ``skip`` names it.
 
     Raises:

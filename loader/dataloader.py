@@ -226,8 +226,9 @@ class BucketedDataLoader:
         self._end_pass()
         self._reader = None
         workers, self._workers = self._workers, None
-        if workers is not None and workers._iterator is not None:
-            workers._iterator._shutdown_workers()
+        iterator: Any = workers._iterator if workers is not None else None
+        if workers is not None and iterator is not None:
+            iterator._shutdown_workers()
             workers._iterator = None
 
     def __enter__(self) -> BucketedDataLoader:

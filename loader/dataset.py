@@ -163,7 +163,7 @@ class BucketedDataset(SelfIterating, ShardSource):
             self._set_reader(collator)
             corpus = self._read_corpus(labels)
             model = cost_model_of(manifest, cost_model)
-            padding = build_option(manifest, "padding", padding) or "longest"
+            padding_of_plan: Padding = build_option(manifest, "padding", padding) or "longest"
             limits = {
                 "token_budget": build_option(manifest, "token_budget", token_budget),
                 "max_batch_size": build_option(manifest, "max_batch_size", max_batch_size),
@@ -172,13 +172,13 @@ class BucketedDataset(SelfIterating, ShardSource):
                 "quadratic_length": model.quadratic_length,
                 "overhead_tokens": model.overhead_tokens,
             }
-            if layout == "packed" and padding == "boundary":
-                padding = "longest"  # the build's choice is for padded batches
+            if layout == "packed" and padding_of_plan == "boundary":
+                padding_of_plan = "longest"  # the build's choice is for padded batches
             self.plan_options = PlanOptions(
                 boundaries=choose_boundaries(
-                    manifest, corpus.lengths, boundaries, num_buckets, padding, limits
+                    manifest, corpus.lengths, boundaries, num_buckets, padding_of_plan, limits
                 ),
-                padding=padding,
+                padding=padding_of_plan,
                 lookahead=lookahead,
                 world_size=world.num_groups,
                 accumulate=accumulate,
@@ -304,7 +304,7 @@ class BucketedDataset(SelfIterating, ShardSource):
             )
 
     @property
-    def lengths(self) -> NDArray[np.integer]:
+    def lengths(self) -> NDArray[np.integer[Any]]:
         """Tokens of each sample by id, shape (num_samples,)."""
         return self.plans.corpus.lengths
 

@@ -28,11 +28,11 @@ class Order:
 
     Attributes:
         sample_ids: Rows, int64, shape (n,).
-        lengths: Tokens they have, shape (n,).
+        lengths: Tokens they have, int64, shape (n,).
     """
 
     sample_ids: NDArray[np.int64]
-    lengths: NDArray[np.integer]
+    lengths: NDArray[np.int64]
 
 
 class BatchReader:
@@ -92,7 +92,7 @@ class BatchReader:
 def order_of(task: Task, corpus: Corpus) -> Order:
     """The rows to read for a batch; a filler shows one."""
     ids = task.planned.sample_ids
-    return Order(sample_ids=ids, lengths=corpus.lengths[ids])
+    return Order(sample_ids=ids, lengths=np.asarray(corpus.lengths[ids], np.int64))
 
 
 def finish(
@@ -132,5 +132,5 @@ def finish(
     elif type(raw) is dict:
         batch = Batch(raw, meta=meta)
     if pin_memory and torch.cuda.is_available():
-        batch = torch.utils.data._utils.pin_memory.pin_memory(batch)
+        batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
     return batch, meta

@@ -20,7 +20,8 @@ from streaming.base.world import World as StreamingWorld
 import loader.source
 from loader import BucketedDataLoader, BucketedDataset
 from loader.arguments import REPLACED
-from loader.source import AtomicStream, ShardSource
+from loader.source import DownloadError, ShardSource
+from loader.stream import AtomicStream
 from shardgen.cost import CostModel
 from shardgen.errors import UserError
 
@@ -116,7 +117,7 @@ def test_upstream_shard_states():
     ]
 
 
-def test_only_two_files_import_streaming():
+def test_few_files_import_streaming():
     folder = Path(loader.source.__file__).parent
     found = {
         path.name
@@ -125,7 +126,7 @@ def test_only_two_files_import_streaming():
             line.startswith(("from streaming", "import streaming")) for line in path.read_text().splitlines()
         )
     }
-    assert found == {"dataset.py", "source.py"}
+    assert found == {"dataset.py", "resident.py", "source.py", "stream.py"}
 
 
 def test_it_is_a_streaming_dataset_with_stock_attributes(out):
@@ -204,7 +205,10 @@ def test_build_options_are_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token_budget": 49}, r"sample \d+ has 50 tokens but token_budget 49 .*at most 49 \(\d+ of 400 samples"),
+        (
+            {"token_budget": 49},
+            r"sample \d+ has 50 tokens but token_budget 49 .*at most 49 \(\d+ of 400 samples",
+        ),
         (
             {"token_budget": 55, "pad_to_multiple_of": 16},
             "pad_to_multiple_of 16 lets a sample have at most 48",
@@ -434,6 +438,6 @@ def test_a_stream_shows_files_whole_or_not_at_all(tmp_path):
         keep_zip=False,
     )
     assert Path(stream._download_file("a")).read_bytes() == b"x" * 1000
-    with pytest.raises(loader.source.DownloadError, match=r"b could not be downloaded from .*remote"):
+    with pytest.raises(DownloadError, match=r"b could not be downloaded from .*remote"):
         stream._download_file("b")
     assert [p.name for p in (tmp_path / "local").iterdir()] == ["a"]
