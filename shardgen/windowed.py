@@ -81,13 +81,13 @@ class _Windows:
         self.range = (self.size.max() + rows.max() + 1.0) * np.arange(len(amount))[:, None]
         self.row = np.arange(len(amount))[:, None]
 
-    def search(self, table: FloatArray, rank: FloatArray, side: str) -> IntArray:
-        """``searchsorted`` in each bucket's row of a table, (L, x) and (L, R) -> (L, R)."""
-        found = np.searchsorted((table + self.range).ravel(), (rank + self.range).ravel(), side=side)
-        return np.clip(found.reshape(rank.shape) - self.row * table.shape[1], 0, table.shape[1] - 1)
+    def search(self, table: FloatArray, rank: FloatArray, offset: int = 0) -> IntArray:
+        """Entries up to each rank in its bucket's row of a table, less ``offset``: (L, x) and (L, R) -> (L, R)."""
+        found = np.searchsorted((table + self.range).ravel(), (rank + self.range).ravel(), side="right")
+        return np.clip(found.reshape(rank.shape) - self.row * table.shape[1] - offset, 0, table.shape[1] - 1)
 
     def cell_at(self, rank: FloatArray) -> IntArray:
-        return self.search(self.end, rank, "right")
+        return self.search(self.end, rank)
 
     def values_before(self, rank: FloatArray, cell: IntArray) -> FloatArray:
         """Values of all rows before each rank, (L, R, 3)."""
@@ -95,19 +95,17 @@ class _Windows:
         return self.before[self.row, cell] + within[..., None] * self.value[cell]
 
     def padding(self, others: FloatArray, opens: IntArray, values: FloatArray, ranks: FloatArray) -> FloatArray:
-        """What ``others`` rows cost above their own values when padded to the row that opens the batch.
+        """What ``others`` rows cost above their own values when padded to the row that opens the batch, (L, R, 3).
 
         Args:
-            others: Rows of the batch but its longest, shape (L, R).
-            opens: Cell of its longest.
-            values: Values of all rows of its range, (L, R, 3), the longest among them.
-            ranks: Ranks in its range, (L, R).
+            others: Rows of the batch but the one that opens it, shape (L, R).
+            opens: Cell of that row.
+            values: Values of all rows of the range in which the others lie evenly, shape (L, R, 3).
+            ranks: Ranks of that range, (L, R).
         """
-        longest = self.value[opens]
-        between = ranks - self.step
-        others = np.clip(others, 0.0, np.maximum(between, 0.0) / self.step)
-        mean = (values - self.step[..., None] * longest) / np.where(others > 0.0, between, 1.0)[..., None]
-        return others[..., None] * np.maximum(longest - mean, 0.0)
+        others = np.clip(others, 0.0, np.maximum(ranks, 0.0) / self.step)
+        mean = values / np.where(others > 0.0, ranks, 1.0)[..., None]
+        return others[..., None] * np.maximum(self.value[opens] - mean, 0.0)
 
 
 def _cut_from_long_end(window: _Windows, chances: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -130,47 +128,57 @@ def _cut_from_long_end(window: _Windows, chances: IntArray) -> tuple[FloatArray,
         following = np.minimum(following, size)
         after_cell = window.cell_at(following)
         after = window.values_before(following, after_cell)
-        padding += window.padding(others, cell, after - before, following - rank)
+        values = after - before - window.step[..., None] * window.value[cell]
+        padding += window.padding(others, cell, values, following - rank - window.step)
         rank, cell, before = following, after_cell, after
     return padding.mean(axis=1), 1.0 - _share_before(window, stop, np.ones_like(stop))
 
 
 def _cut_from_short_end(window: _Windows, chances: IntArray) -> tuple[FloatArray, FloatArray]:
-    """As above for windows cut from their short end, whose longest rows may fill no batch."""
+    """As above for windows cut from their short end: the last row whose full batch still fits opens it.
+
+    The rows that lie between its end and the batch before fill none, nor do the longest rows of the window.
+    """
     longest = _first_rank(window.step, chances[0])  # (L, R)
     stop = window.size + np.zeros_like(longest)  # the next batch's rows lie before this rank
-    padding, left, density = np.zeros((*stop.shape, 3)), np.zeros_like(stop), np.zeros_like(stop)
-    reach = window.end + window.rows  # where a batch that opens in a cell ends at most; never falls
+    padding = np.zeros((*stop.shape, 3))
+    gaps: list[tuple[FloatArray, FloatArray, FloatArray]] = []  # ranks from and to, and how densely rows are left
+    soonest = window.start + window.rows  # where a batch that opens in a cell ends at least; never falls
 
-    def opening(stop: FloatArray) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """The first rank whose length allows all rows from there on, and whether it would allow more."""
-        cell = window.search(reach, stop, "left")
-        start, first = window.start[window.row, cell], stop - window.rows[cell]
-        return np.maximum(start, first), start > first
+    def opening(end: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The last rank whose full batch ends by ``end``, and by how much it could end later."""
+        cell = window.search(soonest, end, offset=1)
+        last, by_count = window.end[window.row, cell], end - window.rows[cell]
+        return np.minimum(last, by_count), np.maximum(by_count - last, 0.0)
 
-    before, t = window.values_before(stop, window.cell_at(stop)), 0
+    t = 0
     while (stop > 0.0).any():
         t += 1
-        chance = chances[t % len(chances)]
         # Chance moves the end of the batch instead of its many rows.
-        rows = np.maximum(stop - opening(stop)[0], 1.0)
-        end = np.maximum(stop + rows - _wait(rows, window.spread, chance), 0.0)
-        first, roomy = opening(end)
-        rows = end - first
-        # A count of rows ends at a row; with room for more, longer rows end the batch, and it opens at the next.
-        topmost = first <= longest
-        gap = _first_rank(window.step, chances[(t + 1) % len(chances), ::-1]) * roomy
-        opens = np.minimum(np.where(topmost, longest, first + gap), stop)
+        expected = np.maximum(stop - opening(stop)[0], 1.0)
+        end = np.maximum(stop + expected - _wait(expected, window.spread, chances[t % len(chances)]), 0.0)
+        opens, slack = opening(end)
+        # Where longer rows allow fewer, the batch opens at the last of these; else wherever the count says.
+        before_it = window.step + _first_rank(window.step, chances[(t + 1) % len(chances), ::-1])
+        behind = np.where(slack > 0.0, opens, opens + window.step)  # ranks of the batch's other rows begin there
+        opens = np.maximum(np.where(slack > 0.0, opens - before_it, opens), longest)
+        behind = np.maximum(behind, opens + window.step)
+        some = stop > 0.0
         cell = window.cell_at(opens)
-        unfilled = (stop > 0.0) & topmost & (~roomy | (rows < window.rows[cell] - 0.5))
-        left = np.where(unfilled, stop, left)
-        few = np.minimum(end - longest + 1.0 - window.step, window.rows[cell] - 1.0).clip(0.0)
-        density = np.where(unfilled, few / np.maximum(stop, 1e-9), density)
-        others = np.where(unfilled | (stop <= 0.0), 0.0, rows - 1.0)
-        padding += window.padding(others, cell, before - window.values_before(opens, cell), stop - opens)
-        stop = np.where(topmost, 0.0, np.minimum(first, stop - 0.5).clip(0.0))
-        before = window.values_before(stop, window.cell_at(stop))
-    return padding.mean(axis=1), _share_before(window, left, density)
+        rows = window.rows[cell]
+        # The longest row is the first, not the one at its expected rank.
+        count = end - longest + 1.0 - window.step
+        filled = some & ((opens > longest) | (rows <= count + 0.5))
+        until = np.where(filled, stop - np.maximum(end - opens - rows, 0.0), 0.0).clip(0.0)
+        few = np.minimum(count, rows - 1.0).clip(0.0) / np.maximum(stop, 1e-9)
+        gaps.append((until, stop, some * np.where(filled, 1.0, few)))
+        values = window.values_before(until, window.cell_at(until))
+        values = values - window.values_before(behind, window.cell_at(behind))
+        padding += window.padding(np.where(filled, rows - 1.0, 0.0), cell, values, until - behind)
+        stop = np.where(filled, np.minimum(opens, stop - 0.5).clip(0.0), 0.0)
+    begin, finish, density = (np.concatenate(parts, axis=1) for parts in zip(*gaps, strict=True))
+    left = _share_before(window, finish, density) - _share_before(window, begin, density)
+    return padding.mean(axis=1), np.clip(left * len(gaps), 0.0, 1.0)
 
 
 def _share_before(window: _Windows, stop: FloatArray, density: FloatArray) -> FloatArray:
