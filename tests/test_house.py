@@ -92,7 +92,7 @@ def test_the_loader_imports_only_the_kernel_of_shardgen():
 
 def test_upstream_is_touched_in_few_files_only():
     # The dataset, its storage, and uploads. Private parts of upstream change with its releases.
-    allowed = {"loader.dataset", "loader.resident", "loader.stream", "shardgen.remote"}
+    allowed = {"loader.dataset", "loader.resident", "loader.source", "loader.stream", "shardgen.remote"}
     users = {
         name
         for package in ("shardgen", "loader")
