@@ -1,6 +1,6 @@
 """Train a small causal language model on a built dataset: one epoch, with checkpoints, on any world.
 
-    torchrun --nproc-per-node 2 scripts/demo_train.py SHARDS RUN [--token-budget 4096] [--accumulate 2]
+    torchrun --nproc-per-node 2 scripts/demo_train.py SHARDS RUN [--token-budget 2048] [--accumulate 4]
 
 Starts from ``RUN/checkpoint.pt`` when there is one. Every rank writes the sample ids of each batch that it
 trains on to ``RUN/delivered-START-RANK.jsonl``, so that anybody can count what a kill and a restart did.
@@ -61,8 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small causal language model for one epoch.")
     parser.add_argument("shards", type=Path)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--token-budget", type=int, default=4096)
-    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--token-budget", type=int, default=2048)
+    parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--lookahead", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--width", type=int, default=128)
@@ -81,6 +82,7 @@ def main() -> None:
         local=str(arguments.shards),
         token_budget=arguments.token_budget,
         accumulate=arguments.accumulate,
+        lookahead=arguments.lookahead,
         seed=17,
     )
     loader = BucketedDataLoader(dataset)
