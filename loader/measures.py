@@ -51,7 +51,7 @@ def batch_cost(plan: BlockPlan, corpus: Corpus, options: PlanOptions) -> NDArray
     if options.layout == "packed":
         lengths = corpus.lengths[plan.sample_ids]
         rows = np.concatenate(([0.0], np.cumsum(model.cost(1, lengths) - model.overhead_tokens)))
-        cost: NDArray[np.float64] = np.diff(rows[plan.batch_start]) + model.overhead_tokens
+        cost = np.asarray(np.diff(rows[plan.batch_start]) + model.overhead_tokens, np.float64)
     else:
         cost = model.cost(plan.batch_num_rows, plan.batch_padded_length)
     cost[plan.batch_filler >= 0] = 0.0

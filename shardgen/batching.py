@@ -86,4 +86,5 @@ def window_counts(
     relative = np.where(batches > 0, rows / np.maximum(batches, 1e-9) / mean, 1.0)
     # Square roots are exact to the last bit on every platform; a general power is not.
     factor = np.sqrt(relative) * np.sqrt(np.sqrt(relative))
-    return np.maximum(1, np.floor(batches / lookahead * factor + 0.5)).astype(np.int64)
+    count = np.floor(batches / lookahead * factor + 0.5)
+    return np.asarray(np.maximum(count, 1), np.int64)

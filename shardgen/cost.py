@@ -62,9 +62,10 @@ class CostModel:
     def cost(self, num_rows: ArrayLike, padded_length: ArrayLike) -> NDArray[np.float64]:
         """Cost in token-equivalents, float64; arguments as in :meth:`scaled`, fractions allowed."""
         rows, length = np.asarray(num_rows, np.float64), np.asarray(padded_length, np.float64)
-        quadratic = 0.0 if self.quadratic_length is None else length / self.quadratic_length
-        cost: NDArray[np.float64] = rows * length * (1.0 + quadratic) + self.overhead_tokens
-        return cost
+        per_token = np.ones_like(length)
+        if self.quadratic_length is not None:
+            per_token += length / self.quadratic_length
+        return np.asarray(rows * length * per_token + self.overhead_tokens, np.float64)
 
     def to_json(self) -> dict[str, Any]:
         return {"quadratic_length": self.quadratic_length, "overhead_tokens": self.overhead_tokens}

@@ -22,7 +22,7 @@ def check_lengths(lengths: NDArray[np.generic], where: str) -> NDArray[np.int64]
         raise UserError(f"{where} holds no samples")
     # Compare before the cast: a huge unsigned value would turn negative in it.
     if int(lengths.max()) > np.iinfo(np.int32).max or int(lengths.min()) < 1:
-        bad = (lengths < 1) | (lengths > np.iinfo(np.int32).max)
+        bad = np.less(lengths, 1) | np.greater(lengths, np.iinfo(np.int32).max)
         row = int(bad.argmax())
         raise UserError(
             f"{where}: row {row} has length {int(lengths[row])}, outside 1..{np.iinfo(np.int32).max}"
@@ -44,6 +44,8 @@ class Histogram:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", check_lengths(np.asarray(self.lengths), "histogram"))
+        if np.asarray(self.counts).dtype.kind not in "iu":
+            raise UserError(f"histogram counts are {np.asarray(self.counts).dtype}: they are integers")
         object.__setattr__(self, "counts", np.asarray(self.counts, np.int64))
         if self.counts.shape != self.lengths.shape or (self.counts < 1).any():
             raise UserError("histogram needs one positive count per length")
@@ -99,7 +101,7 @@ def read_histogram_file(path: str | Path) -> Histogram:
     path = Path(path)
     arrays = _load_arrays(path)
     if "counts" in arrays and "lengths" in arrays:
-        return Histogram(lengths=check_lengths(arrays["lengths"], str(path)), counts=arrays["counts"])
+        return Histogram(lengths=check_lengths(arrays["lengths"], str(path)), counts=np.asarray(arrays["counts"]))
     return Histogram.from_lengths(read_lengths_file(path))
 
 
@@ -108,7 +110,7 @@ def read_lengths_file(path: str | Path) -> NDArray[np.int64]:
     path = Path(path)
     arrays = _load_arrays(path)
     if "counts" in arrays and "lengths" in arrays:
-        histogram = Histogram(lengths=check_lengths(arrays["lengths"], str(path)), counts=arrays["counts"])
+        histogram = Histogram(lengths=check_lengths(arrays["lengths"], str(path)), counts=np.asarray(arrays["counts"]))
         return np.repeat(histogram.lengths, histogram.counts)
     key = "lengths" if "lengths" in arrays else next(iter(arrays), "") if len(arrays) == 1 else ""
     if not key:

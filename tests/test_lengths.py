@@ -42,6 +42,12 @@ def test_histogram_files(tmp_path):
     assert read_lengths_file(tmp_path / "h.npz").tolist() == [3, 3, 9]
 
 
+def test_counts_are_positive_integers():
+    for counts in ([1.5, 2.0], [1, 0], [1]):
+        with pytest.raises(UserError, match="counts|one positive count"):
+            Histogram(lengths=np.array([3, 9]), counts=np.array(counts))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
