@@ -70,13 +70,19 @@ def length_bins(lengths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
 def step_histograms(
     plan: BlockPlan, lengths: NDArray[np.integer[Any]], bins: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Share of each step's tokens in every length bin, shape (num_steps, NUM_LENGTH_BINS)."""
-    length = lengths[plan.sample_ids]
+    """Share of each step's tokens in every length bin, shape (num_steps, len(bins) + 1).
+
+    Args:
+        plan: The steps.
+        lengths: Tokens by sample id, shape (N,).
+        bins: Upper bounds of the bins, the last left out, ascending.
+    """
+    length, num_bins = lengths[plan.sample_ids], len(bins) + 1
     step_row = plan.batch_start[plan.step_start * plan.world_size]
     step = np.repeat(np.arange(plan.num_steps), np.diff(step_row))
-    cell = step * NUM_LENGTH_BINS + np.searchsorted(bins, length)
-    tokens = np.bincount(cell, weights=length, minlength=plan.num_steps * NUM_LENGTH_BINS)
-    tokens = tokens.reshape(plan.num_steps, NUM_LENGTH_BINS)
+    cell = step * num_bins + np.searchsorted(bins, length)
+    tokens = np.bincount(cell, weights=length, minlength=plan.num_steps * num_bins)
+    tokens = tokens.reshape(plan.num_steps, num_bins)
     return np.asarray(tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1))
 
 

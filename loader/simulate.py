@@ -193,6 +193,23 @@ STRATEGIES: dict[str, _Epoch] = {
 }
 
 
+def strategy_options(options: PlanOptions, strategy: str) -> PlanOptions:
+    """The options that a strategy heeds: layout and padding are the loader's alone."""
+    if strategy not in STRATEGIES:
+        raise UserError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if strategy == "loader":
+        return options
+    return replace(options, layout="padded", padding="longest", tail="fill")
+
+
+def plan_epoch(
+    corpus: Corpus, options: PlanOptions, epoch_options: EpochOptions, strategy: str, epoch: int
+) -> list[BlockPlan]:
+    """The plans of an epoch's blocks under a strategy; arguments and errors as in :func:`simulate`."""
+    options = strategy_options(options, strategy)
+    return STRATEGIES[strategy](corpus, options, epoch_options, epoch)
+
+
 def simulate(corpus: Corpus, options: PlanOptions, epoch_options: EpochOptions, strategy: str) -> Simulated:
     """Plan two epochs under a strategy and measure them.
 
@@ -205,15 +222,11 @@ def simulate(corpus: Corpus, options: PlanOptions, epoch_options: EpochOptions, 
     Raises:
         UserError: An unknown strategy, or options that no plan can keep.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
-    if strategy != "loader":
-        options = replace(options, layout="padded", padding="longest", tail="fill")
-    make = STRATEGIES[strategy]
+    options = strategy_options(options, strategy)
     began = perf_counter()
-    first = make(corpus, options, epoch_options, 0)
+    first = plan_epoch(corpus, options, epoch_options, strategy, 0)
     seconds = perf_counter() - began
-    second = make(corpus, options, epoch_options, 1)
+    second = plan_epoch(corpus, options, epoch_options, strategy, 1)
     times = np.bincount(np.concatenate([p.sample_ids for p in first]), minlength=corpus.num_samples)
     due = (
         np.ones(corpus.num_samples, np.int64) if strategy != "loader" else _pool_counts(corpus, epoch_options)
