@@ -1,6 +1,6 @@
 """Measure the boundary search: figures of the best boundaries on a file of lengths, and what they took.
 
-    python scripts/bench_optimize.py lengths.npz --token-budget 49152 --buckets 6
+python scripts/bench_optimize.py lengths.npz --token-budget 49152 --buckets 6
 """
 
 import argparse
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import numpy as np
 
 from shardgen.buckets import Buckets, TokenBudget
 from shardgen.estimate import estimate_efficiency
@@ -28,9 +26,15 @@ def main() -> None:
     histogram = read_histogram_file(args.lengths)
     budget = TokenBudget(tokens=args.token_budget)
     result = optimize(histogram, num_buckets=args.buckets, budget=budget)
-    print(f"{histogram.num_samples} samples, {len(histogram.lengths)} distinct lengths, grid step {result.grid_step}")
+    print(
+        f"{histogram.num_samples} samples, {len(histogram.lengths)} distinct lengths, "
+        f"grid step {result.grid_step}"
+    )
     print(f"boundaries            {', '.join(map(str, result.boundaries[1:]))}")
-    print(f"efficiency            {result.padding_efficiency:.4f}, lookahead 32 {result.lookahead_padding_efficiency:.4f}")
+    print(
+        f"efficiency            {result.padding_efficiency:.4f}, "
+        f"lookahead 32 {result.lookahead_padding_efficiency:.4f}"
+    )
     print(f"shortest bucket       {result.buckets[0].padding_efficiency:.4f}")
     print(f"sorted packing        {result.lower_bound_efficiency:.4f}")
     for name, alternative in result.alternatives.items():
@@ -53,7 +57,6 @@ def main() -> None:
     command += ["--token-budget", str(args.token_budget), "--buckets", str(args.buckets)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).resolve().parent.parent)
     print(f"whole process         {time.perf_counter() - began:.2f} s")
-    np.testing.assert_array_less(0, result.seconds)
 
 
 if __name__ == "__main__":

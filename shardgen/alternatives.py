@@ -14,7 +14,7 @@ Boundaries = tuple[int, ...]
 
 
 def hand_picked(histogram: Histogram, num_buckets: int) -> Boundaries:
-    """Round numbers as people type them: powers of two below the longest, the middles between them, then more."""
+    """Round numbers as people type them: powers of two below the longest, then the middles between them."""
     top = 1 << max(histogram.longest - 1, 1).bit_length() - 1
     powers = [top >> i for i in range(4)]
     middles = [3 * (top >> i) // 4 for i in range(3)]

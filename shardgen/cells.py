@@ -1,8 +1,8 @@
 """A length histogram gathered into cells: the tables that all estimates look up.
 
-Cells are runs of distinct lengths, and boundaries lie between cells. With one cell per distinct length nothing
-is lost. With fewer, a cell's samples count with their mean cost, while the limits of a batch still follow the
-exact lengths.
+Cells are runs of distinct lengths, and boundaries lie between cells. With one cell per distinct length
+nothing is lost. With fewer, a cell's samples count with their mean cost, while the limits of a batch still
+follow the exact lengths.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ IntArray = NDArray[np.int64]
 def even_ends(histogram: Histogram, num_cells: int) -> IntArray:
     """Ends of about ``num_cells`` cells that are narrow where boundaries matter.
 
-    Equal steps of the mean of four measures: samples, tokens, the length and its logarithm. So neither the bulk
-    nor a thin tail of short or long samples falls into one wide cell.
+    Equal steps of the mean of four measures: samples, tokens, the length and its logarithm. So neither the
+    bulk nor a thin tail of short or long samples falls into one wide cell.
 
     Returns:
         Distinct lengths up to and including each cell, ascending int64, shape (X,); the last is D.
@@ -38,12 +38,14 @@ def even_ends(histogram: Histogram, num_cells: int) -> IntArray:
     for weight in (samples, samples * length, length - before, np.log(length / before)):
         measure += np.cumsum(weight) / weight.sum()
     steps = np.arange(1, num_cells) / num_cells * measure[-1]
-    return np.unique(np.append(np.searchsorted(measure, steps) + 1, num_distinct))
+    ends: IntArray = np.unique(np.append(np.searchsorted(measure, steps) + 1, num_distinct))
+    return ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """Tables over D distinct lengths and X cells of them; a cell is named by its place 1..X, and 0 means none.
+    """Tables over D distinct lengths and X cells of them; a cell is named by its place 1..X, and 0 means
+    none.
 
     The values of a row have three columns: its padded tokens when alone, its cost without the overhead of a
     batch, and its share of a full batch of its own length.
@@ -81,7 +83,9 @@ class Cells:
         def cell_means(values: FloatArray) -> FloatArray:  # (D, ...) -> (X + 1, ...)
             weight = counts.reshape(-1, *(1,) * (values.ndim - 1))
             sums = np.add.reduceat(weight * values, ends[:-1], axis=0)
-            return np.concatenate((np.zeros_like(sums[:1]), sums / np.add.reduceat(weight, ends[:-1], axis=0)))
+            return np.concatenate(
+                (np.zeros_like(sums[:1]), sums / np.add.reduceat(weight, ends[:-1], axis=0))
+            )
 
         return cls(
             ends=ends,

@@ -33,8 +33,8 @@ def optimize_command(
 ) -> None:
     """Find the bucket boundaries with the least padding, and show what they are worth.
 
-    Reads lengths only, never tokens where there is a column of lengths. A .npz file may hold a histogram: the keys
-    lengths and counts.
+    Reads lengths only, never tokens where there is a column of lengths. A .npz file may hold a histogram: the
+    keys lengths and counts.
 
     \b
     shardgen optimize data/ --buckets 6 --token-budget 49152
@@ -119,8 +119,12 @@ def _print(result: OptimizeResult, lookahead: int, report: dict[str, Any], conso
         rows[name.replace("_", "-")] = (alternative.padding_efficiency, alternative.boundaries)
     for name, (efficiency, boundaries) in rows.items():
         choices.add_row(name, percent(efficiency), ", ".join(map(str, boundaries[1:])))
-    choices.add_row("sorted packing", percent(result.lower_bound_efficiency), "the limit, without any shuffle")
-    choices.add_row(f"lookahead {lookahead}", percent(result.lookahead_padding_efficiency), "these, sorted in windows")
+    choices.add_row(
+        "sorted packing", percent(result.lower_bound_efficiency), "the limit, without any shuffle"
+    )
+    choices.add_row(
+        f"lookahead {lookahead}", percent(result.lookahead_padding_efficiency), "these, sorted in windows"
+    )
     console.print(choices)
     curve = ", ".join(f"{k}: {percent(e)}" for k, e in result.curve)
     console.print(f"best by number of buckets: {curve}")
@@ -131,7 +135,7 @@ def _print(result: OptimizeResult, lookahead: int, report: dict[str, Any], conso
         )
     if result.grid_step > 1:
         console.print(
-            f"note: boundaries were searched on a grid of at most {result.grid_step} tokens, then moved freely"
+            f"note: boundaries were searched in steps of up to {result.grid_step} tokens, then moved freely"
         )
     for note in result.notes:
         console.print(f"note: {note}")

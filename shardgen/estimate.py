@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import pairwise
+
 import numpy as np
 
 from shardgen.buckets import Buckets, TokenBudget
@@ -12,30 +15,33 @@ from shardgen.shuffled import shuffled_rows
 from shardgen.static import static_batches
 from shardgen.windowed import windowed_rows
 
-# Above this many distinct lengths their costs are averaged in cells, much finer than any bucket.
-MAX_CELLS = 8192
+# Above these many distinct lengths their costs are averaged in cells, much finer than any bucket.
+SHUFFLED_CELLS = 8192
+WINDOWED_CELLS = 2048
 
 
 class Estimator:
     """Expected padded tokens and cost of buckets, for one way of batching them.
 
-    Padding to the longest row depends on the order: exact order statistics without lookahead (``shuffled``), windows
-    followed batch by batch with it (``windowed``). Padding to the boundary does not (``static``).
+    Padding to the longest row depends on the order: exact order statistics without lookahead (``shuffled``),
+    windows followed batch by batch with it (``windowed``). Padding to the boundary does not (``static``).
     """
 
     def __init__(
-        self, histogram: Histogram, budget: TokenBudget, lookahead: int, num_cells: int = MAX_CELLS
+        self, histogram: Histogram, budget: TokenBudget, lookahead: int, num_cells: int | None = None
     ) -> None:
         check_fits(histogram, budget)
+        num_cells = num_cells or (SHUFFLED_CELLS if lookahead == 1 else WINDOWED_CELLS)
         self.histogram, self.budget, self.lookahead = histogram, budget, lookahead
+        self.num_tokens = histogram.num_tokens
         self.cells = Cells.gather(histogram, budget, even_ends(histogram, num_cells))
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def buckets(self, upper: int, lower: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Padded tokens and cost of whole buckets with one upper boundary.
+    def buckets(self, upper: IntArray, lower: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Padded tokens and cost of whole buckets.
 
         Args:
-            upper: The last cell of every bucket.
+            upper: The last cell of each, shape (L,); without lookahead the same for all.
             lower: The cell before the first of each, ascending, below ``upper``, shape (L,).
 
         Returns:
@@ -43,29 +49,22 @@ class Estimator:
         """
         num_samples = self.cells.count[upper] - self.cells.count[lower]
         if self.budget.padding == "boundary":
-            boundary = self.histogram.lengths[self.cells.ends[upper] - 1]
-            return static_batches(num_samples, np.full(len(lower), boundary), self.budget)
+            return static_batches(
+                num_samples, self.histogram.lengths[self.cells.ends[upper] - 1], self.budget
+            )
         if self.lookahead == 1:
-            rows, padded, cost = shuffled_rows(self.cells, upper, lower)
+            rows, padded, cost = shuffled_rows(self.cells, int(upper[0]), lower)
         else:
             rows, padded, cost = windowed_rows(self.cells, upper, lower, self.lookahead)
         return num_samples * padded, num_samples * (cost + self.budget.cost_model.overhead_tokens / rows)
 
-    def bucket(self, lower: int, upper: int) -> tuple[float, float]:
-        """Padded tokens and cost of one bucket of cells ``lower + 1 .. upper``, remembered."""
-        if lower >= upper:
-            return 0.0, 0.0
-        if (lower, upper) not in self._known:
-            padded, cost = self.buckets(upper, np.array([lower]))
-            self._known[lower, upper] = float(padded[0]), float(cost[0])
-        return self._known[lower, upper]
-
     def table(self) -> FloatArray:
-        """Cost of every bucket by the cells before and at its end, infinite where empty, shape (X + 1, X + 1)."""
+        """Cost of every bucket by the cells before and at its end, infinite where empty, (X + 1, X + 1)."""
         num_cells = self.cells.num_cells
         cost = np.full((num_cells + 1, num_cells + 1), np.inf)
         for upper in range(1, num_cells + 1):
-            cost[:upper, upper] = self.buckets(upper, np.arange(upper))[1]
+            lower = np.arange(upper)
+            cost[:upper, upper] = self.buckets(np.full(upper, upper), lower)[1]
         return cost
 
     def cells_of(self, boundaries: tuple[int, ...]) -> list[int]:
@@ -82,23 +81,33 @@ class Estimator:
             used = np.diff(at) > 0
             if (used & (self.budget.max_rows(upper) < 1)).any():
                 raise UserError(
-                    f"boundary {int(upper[used].max())} is above what token_budget {self.budget.tokens} lets a row "
-                    f"have ({self.budget.longest_allowed}): lower the boundary or raise the budget"
+                    f"boundary {int(upper[used].max())} is above what token_budget {self.budget.tokens} lets "
+                    f"a row have ({self.budget.longest_allowed}): lower the boundary or raise the budget"
                 )
             padded, cost = np.zeros((2, len(upper)))
             padded[used], cost[used] = static_batches(np.diff(up_to[at])[used], upper[used], self.budget)
             return padded, cost
-        cells = self.cells_of(boundaries)
-        pairs = [self.bucket(a, b) for a, b in zip(cells[:-1], cells[1:], strict=True)]
-        padded, cost = np.array(pairs).T
+        pairs = list(pairwise(self.cells_of(boundaries)))
+        self._learn({(lower, upper) for lower, upper in pairs if lower < upper} - self._known.keys())
+        padded, cost = np.array([self._known.get(pair, (0.0, 0.0)) for pair in pairs]).T
         return padded, cost
+
+    def _learn(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Remember padded tokens and cost of buckets by the cells before and at their end."""
+        ordered = sorted(pairs)
+        # Windowed buckets go together; the others want one upper boundary at a time.
+        groups = [ordered] if self.lookahead > 1 and ordered else [[pair] for pair in ordered]
+        for group in groups:
+            lower, upper = np.array(group).T
+            padded, cost = self.buckets(upper, lower)
+            self._known.update(zip(group, zip(padded.tolist(), cost.tolist(), strict=True), strict=True))
 
     def cost(self, boundaries: tuple[int, ...]) -> float:
         return float(self.evaluate(boundaries)[1].sum())
 
     def efficiency(self, boundaries: tuple[int, ...]) -> float:
         """Real tokens over padded tokens."""
-        return self.histogram.num_tokens / float(self.evaluate(boundaries)[0].sum())
+        return self.num_tokens / float(self.evaluate(boundaries)[0].sum())
 
 
 def check_fits(histogram: Histogram, budget: TokenBudget) -> None:
@@ -113,8 +122,8 @@ def check_fits(histogram: Histogram, budget: TokenBudget) -> None:
     if budget.pad_to_multiple_of > 1:
         limits += f" with pad_to_multiple_of {budget.pad_to_multiple_of}"
     raise UserError(
-        f"length {histogram.longest} is above what {limits} lets a sample have ({limit}; {num_over} samples are too "
-        f"long): raise the budget, or drop, truncate or split them"
+        f"length {histogram.longest} is above what {limits} lets a sample have ({limit}; {num_over} samples "
+        f"are too long): raise the budget, or drop, truncate or split them"
     )
 
 

@@ -1,10 +1,10 @@
 """Best bucket boundaries for what the loader will really pay.
 
-An exact dynamic programme over a grid of boundaries: every distinct length, or a stated number of cells of them.
-What a bucket costs comes from :mod:`shardgen.estimate`; with K - 1 buckets solved for every end, K buckets follow
-by trying every beginning of the last one, so the whole curve over K comes with the answer. A grid coarser than the
-lengths is followed by a descent at full resolution, which can only improve. Every alternative is costed by the same
-function, so none is ever better.
+An exact dynamic programme over a grid of boundaries: every distinct length, or a stated number of cells of
+them. What a bucket costs comes from :mod:`shardgen.estimate`; with K - 1 buckets solved for every end, K
+buckets follow by trying every beginning of the last one, so the whole curve over K comes with the answer. A
+grid coarser than the lengths is followed by a descent at full resolution, which can only improve. Every
+alternative is costed by the same function, so none is ever better.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -27,8 +28,8 @@ from shardgen.static import static_partitions
 __all__ = ["Alternative", "BucketStats", "OptimizeResult", "estimate_efficiency", "optimize"]
 
 # Cells of the grid when there are more distinct lengths; a windowed bucket costs more to estimate.
-SHUFFLED_CELLS = 320
-WINDOWED_CELLS = 64
+SHUFFLED_GRID = 320
+WINDOWED_GRID = 64
 # The curve goes at least this far, and "auto" at most that far.
 CURVE_BUCKETS = 16
 MAX_AUTO_BUCKETS = 64
@@ -44,8 +45,8 @@ class BucketStats:
         lower, upper: Boundaries in tokens.
         num_samples, num_tokens: What it holds; both may be 0 with given boundaries.
         mean_length: Tokens per sample, 0 when empty.
-        batch_size: Rows of a full batch that holds the bucket's longest sample (of length ``upper`` with static
-            shapes); batches of shorter samples have more.
+        batch_size: Rows of a full batch that holds the bucket's longest sample (of length ``upper`` with
+            static shapes); batches of shorter samples have more.
         padding_efficiency: Expected at lookahead 1; 1 when empty.
     """
 
@@ -119,13 +120,13 @@ def optimize(
 ) -> OptimizeResult:
     """Best boundaries, or an evaluation of given ones.
 
-    The result has at most ``num_buckets`` buckets: fewer when there are fewer distinct lengths, or (rarely, on few
-    samples) when a further bucket would cost more than it saves.
+    The result has at most ``num_buckets`` buckets: fewer when there are fewer distinct lengths, or (rarely,
+    on few samples) when a further bucket would cost more than it saves.
 
     Args:
         histogram: The lengths; the work does not depend on the number of samples.
-        num_buckets: How many buckets, or ``"auto"``: the smallest number whose next bucket gains less than half a
-            point of padding efficiency at lookahead 1.
+        num_buckets: How many buckets, or ``"auto"``: the smallest number whose next bucket gains less than
+            half a point of padding efficiency at lookahead 1.
         budget: The limits of a batch, and the costs that are minimised.
         lookahead: Report the efficiency at this many batches per window too.
         optimize_for_lookahead: Minimise the cost at this many batches per window.
@@ -141,7 +142,9 @@ def optimize(
     if num_buckets != "auto" and num_buckets < 1:
         raise UserError(f"{num_buckets} buckets are too few: use at least 1, or auto")
     search = _Search(histogram, budget, optimize_for_lookahead)
-    given = None if boundaries is None else Buckets.from_upper_bounds(boundaries, histogram.longest).boundaries
+    given = (
+        None if boundaries is None else Buckets.from_upper_bounds(boundaries, histogram.longest).boundaries
+    )
     wanted = num_buckets if given is None else len(given) - 1
     ladder = search.ladder(wanted)
     count = _enough(ladder) if wanted == "auto" else min(wanted, len(ladder))
@@ -163,7 +166,8 @@ def optimize(
         buckets=_bucket_stats(search.shuffled, chosen),
         curve=tuple(enumerate(curve, start=1)),
         alternatives={
-            name: Alternative(boundaries=b, padding_efficiency=efficiency(b)) for name, b in alternatives.items()
+            name: Alternative(boundaries=b, padding_efficiency=efficiency(b))
+            for name, b in alternatives.items()
         },
         lower_bound_efficiency=sorted_efficiency(histogram, budget),
         grid_step=search.grid_step,
@@ -206,7 +210,7 @@ class _Search:
             for ends, _ in static_partitions(self.histogram, self.budget):
                 yield (0, *lengths[ends - 1].tolist())
             return
-        num_cells = SHUFFLED_CELLS if self.lookahead == 1 else WINDOWED_CELLS
+        num_cells = SHUFFLED_GRID if self.lookahead == 1 else WINDOWED_GRID
         num_cells = max(num_cells, 2 * (MAX_AUTO_BUCKETS if wanted == "auto" else wanted))
         grid = Estimator(self.histogram, self.budget, self.lookahead, num_cells)
         ends = grid.cells.ends
@@ -222,7 +226,8 @@ def partitions(cost: FloatArray) -> Iterator[IntArray]:
     """The cheapest 1, 2, ... consecutive ranges that cover all cells.
 
     Args:
-        cost: Cost of the range of cells i + 1 .. j at ``[i, j]``, infinite unless i < j, shape (X + 1, X + 1).
+        cost: Cost of the range of cells i + 1 .. j at ``[i, j]``, infinite unless i < j,
+            shape (X + 1, X + 1).
 
     Yields:
         The last cell of each range, ascending int64, shape (K,), for K up to X.
@@ -253,7 +258,7 @@ def _bucket_stats(estimator: Estimator, boundaries: Boundaries) -> tuple[BucketS
     padded = estimator.evaluate(boundaries)[0]
     at = np.searchsorted(histogram.lengths, boundaries, side="right").tolist()
     stats = []
-    for k, (first, stop) in enumerate(zip(at[:-1], at[1:], strict=True)):
+    for k, (first, stop) in enumerate(pairwise(at)):
         num_samples = int(histogram.counts[first:stop].sum())
         num_tokens = int(histogram.counts[first:stop] @ histogram.lengths[first:stop])
         static = budget.padding == "boundary" or not num_samples
@@ -281,6 +286,8 @@ def _notes(
 ) -> tuple[str, ...]:
     found, distinct = len(best) - 1, len(histogram.lengths)
     if given is not None:
+        if given[:-1] == best[:-1]:
+            return ()
         inner = ",".join(str(b) for b in best[1:])
         return (f"the best {found} boundaries would be {inner}, with padding efficiency {efficiency:.4f}",)
     if wanted == "auto" or found == wanted:

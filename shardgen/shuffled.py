@@ -27,7 +27,7 @@ from shardgen.cells import Cells, FloatArray, IntArray
 # Batch sizes and longest rows that are rarer than this are left out of the sums.
 RARE = 1e-12
 # Each damped step keeps at most a third of the error: closing rows make long and short first rows alternate.
-FIRST_ROW_STEPS = 8
+FIRST_ROW_STEPS = 6
 
 
 def shuffled_rows(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -63,7 +63,8 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
 
     def share(up_to: FloatArray) -> FloatArray:
         """F, shape (L, ...), at lengths with ``up_to`` samples up to them, shape (1 or L, ...)."""
-        return np.clip(1.0 - (count - up_to) * per_sample[:, None], 0.0, 1.0)
+        up_to_share: FloatArray = np.clip(1.0 - (count - up_to) * per_sample[:, None], 0.0, 1.0)
+        return up_to_share
 
     most = _most_rows(cells, lower, fewest, share)  # (L,), not rising
     sizes = np.arange(fewest, most[0] + 2)  # n, and one beyond: (T + 1,)
@@ -82,8 +83,8 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
     reach[:, 0] = 1.0
 
     # E[N f(M_N)] = f(upper) E[N] - sum over cells x below upper of E[N; M_N <= x] (f(x + 1) - f(x)), where
-    # E[N; M_N <= x] = sum over n < m(x) of n H(n, x) (1 - F(c(n+1))) + m H(m, x) + sum over n > m(x) of P(N >= n)
-    # with m(x) = max_rows(x) and H(n, x) = G(x) F(x)^(n-1).
+    # E[N; M_N <= x] = sum over n < m(x) of n H(n, x) (1 - F(c(n+1))) + m H(m, x) + sum over n > m(x) of P(N
+    # >= n) with m(x) = max_rows(x) and H(n, x) = G(x) F(x)^(n-1).
     mean_rows = fewest - 1 + reach.sum(axis=1)
     value = mean_rows[:, None] * cells.value[upper, :2]
     inside = np.searchsorted(-cells.rows[1:upper], -sizes, side="right")  # cells with m(x) >= n, (T + 1,)

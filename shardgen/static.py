@@ -1,7 +1,7 @@
 """Static shapes: every batch of a bucket is (rows, boundary), and what is missing is filled.
 
-A bucket with boundary b and n = max_rows(b) costs ceil(samples / n) batches of (n, b), whatever the order of its
-rows. The boundaries are an exact dynamic programme over all distinct lengths.
+A bucket with boundary b and n = max_rows(b) costs ceil(samples / n) batches of (n, b), whatever the order of
+its rows. The boundaries are an exact dynamic programme over all distinct lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from shardgen.lengths import Histogram
 CHUNK = 64
 
 
-def static_batches(num_samples: FloatArray, upper: IntArray, budget: TokenBudget) -> tuple[FloatArray, FloatArray]:
+def static_batches(
+    num_samples: FloatArray, upper: IntArray, budget: TokenBudget
+) -> tuple[FloatArray, FloatArray]:
     """Padded tokens and cost of buckets with static shapes.
 
     Args:
@@ -61,11 +63,12 @@ def static_partitions(histogram: Histogram, budget: TokenBudget) -> Iterator[tup
 def _add_bucket(
     cost: FloatArray, up_to: FloatArray, rows: FloatArray, price: FloatArray, num_buckets: int
 ) -> tuple[FloatArray, IntArray]:
-    """Best cost with one more bucket: the minimum over i < j of ``cost[i] + ceil((up_to[j] - up_to[i]) / n) * price``.
+    """Best cost with one more bucket: the minimum over i < j of ``cost[i] + ceil((up_to[j] - up_to[i]) / n) *
+    price``.
 
-    Without the rounding the choices i are straight lines in the price of a row, and rounding adds at most one batch.
-    So for a chunk of ends j only those i matter whose line comes within one batch of a good one at either end of the
-    chunk's prices; there are few, and they are compared exactly.
+    Without the rounding the choices i are straight lines in the price of a row, and rounding adds at most one
+    batch. So for a chunk of ends j only those i matter whose line comes within one batch of a good one at
+    either end of the chunk's prices; there are few, and they are compared exactly.
     """
     best = np.full_like(cost, np.inf)
     before = np.zeros(len(cost), np.int64)

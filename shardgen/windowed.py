@@ -1,12 +1,12 @@
 """Expected batches of a bucket with a lookahead above 1: windows of sorted rows.
 
-A bucket's rows fall at random into windows worth about W batches. A window is sorted by length and cut into full
-batches, every other one from its short end; what fills no batch goes into the windows of a next round.
+A bucket's rows fall at random into windows worth about W batches. A window is sorted by length and cut into
+full batches, every other one from its short end; what fills no batch goes into the windows of a next round.
 
-A window is the sorted bucket with each row kept with chance 1 / windows. So a batch has as many rows as the length
-of its longest allows, the next one opens a gamma-distributed number of ranks further, and its other rows lie evenly
-in between. We follow a few windows from batch to batch with fixed, stratified chances: no row is ever drawn, so the
-work depends on W alone, and equal questions have equal answers.
+A window is the sorted bucket with each row kept with chance 1 / windows. So a batch has as many rows as the
+length of its longest allows, the next one opens a gamma-distributed number of ranks further, and its other
+rows lie evenly in between. We follow a few windows from batch to batch with fixed, stratified chances: no row
+is ever drawn, so the work depends on W alone, and equal questions have equal answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardgen.batching import window_counts
 from shardgen.cells import Cells, FloatArray, IntArray
@@ -23,20 +22,37 @@ from shardgen.cells import Cells, FloatArray, IntArray
 # Batches to follow per bucket and direction: the error of the expected padding falls with their square root.
 NUM_BATCHES = 512
 MIN_CHAINS = 2
+# More leaves next to no padding to estimate, and takes as many steps.
+MAX_LOOKAHEAD = 1024
+# Ranks are compared in steps of one row over this.
+RANK_STEPS = 65536
 
 
 def windowed_rows(
-    cells: Cells, upper: int, lower: IntArray, lookahead: int
+    cells: Cells, upper: IntArray, lower: IntArray, lookahead: int
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """What to expect of buckets with one upper boundary; arguments and results as those of ``shuffled_rows``."""
-    longest_first = np.arange(upper, int(lower[0]), -1)  # cells, (x,)
+    """What to expect of buckets.
+
+    Args:
+        cells: The lengths.
+        upper: The last cell of each bucket, shape (L,).
+        lower: The cell before the first of each, below ``upper``, shape (L,).
+        lookahead: Batches per window, above 1.
+
+    Returns:
+        Rows of a batch, padded tokens of a row, and cost of a row without the overhead of its batch,
+        each float64 of shape (L,).
+    """
+    longest_first = np.arange(int(upper.max()), int(lower.min()), -1)  # cells, (x,)
     value, rows = cells.value[longest_first], cells.mean_rows[longest_first]  # (x, 3), (x,)
-    amount = np.diff(cells.count)[longest_first - 1] * (longest_first > lower[:, None])  # rows of a cell, (L, x)
+    inside = (longest_first > lower[:, None]) & (longest_first <= upper[:, None])
+    amount = np.diff(cells.count)[longest_first - 1] * inside  # rows of each cell, (L, x)
     total = amount.sum(axis=1)
     spent = amount @ value  # every row alone, (L, 3); padding is added to it
-    # Windows also depend on the mean rows per batch of all buckets together. Later rounds are left about half a
-    # batch of every window; that weight keeps buckets apart.
+    # Windows also depend on the mean rows per batch of all buckets together. Later rounds are left about half
+    # a batch of every window; that weight keeps buckets apart.
     weight = np.diff(cells.count) * cells.value[1:, 2]
+    lookahead = min(lookahead, MAX_LOOKAHEAD)
     num_chains = max(MIN_CHAINS, NUM_BATCHES // lookahead)
     todo = np.arange(len(lower))
     while len(todo):
@@ -52,7 +68,9 @@ def windowed_rows(
         spent[todo] += np.where(several[:, None], 0.5, 1.0) * windows * padding
         todo, amount, windows, kept = todo[several], amount[several], windows[several], kept[several]
         if len(todo):
-            padding, kept_short = _cut_from_short_end(_Windows(amount / windows, windows, value, rows), chances)
+            padding, kept_short = _cut_from_short_end(
+                _Windows(amount / windows, windows, value, rows), chances
+            )
             spent[todo] += 0.5 * windows * padding
             amount = amount * (0.5 * (kept + kept_short))
         num_chains = max(MIN_CHAINS, num_chains // 4)  # rounds matter less and less
@@ -60,12 +78,14 @@ def windowed_rows(
 
 
 class _Windows:
-    """One expected window of each of L buckets; its rows have ranks from the longest, 0, that need not be whole.
+    """One expected window of each of L buckets; its rows have ranks from the longest, 0, that need not be
+    whole.
 
     Attributes:
         amount: Rows of a window by cell, longest first, shape (L, x).
         step: Distance of neighbouring rows of the bucket in ranks of a window, ``1 / windows``, shape (L, 1).
-        spread: Deviation of ranks over that of a thin random sample, shape (L, 1); 0 when a window holds all rows.
+        spread: Deviation of ranks over that of a thin random sample, shape (L, 1); 0 when a window holds all
+            rows.
         size: Rows of a window, shape (L, 1).
     """
 
@@ -77,25 +97,36 @@ class _Windows:
         self.start = np.concatenate((np.zeros((len(amount), 1)), self.end[:, :-1]), axis=1)
         self.size = self.end[:, -1:]
         self.before = np.cumsum(amount[..., None] * value, axis=1) - amount[..., None] * value  # (L, x, 3)
-        # All buckets share one table, each in its own range, so that one search serves them all.
-        self.range = (self.size.max() + rows.max() + 1.0) * np.arange(len(amount))[:, None]
+        self.first_cell = (amount > 0.0).argmax(axis=1)[:, None]
+        # All buckets share one table, each in its own range, so that one search serves them all. In whole
+        # numbers, so that what is found for a bucket does not hang on its company.
         self.row = np.arange(len(amount))[:, None]
+        self.range = (_whole(self.size.max() + rows.max()) + 1) * self.row
+        self.end_table = (_whole(self.end) + self.range).ravel()
+        # Where a batch that opens in a cell ends at least; never falls.
+        self.soonest_table = (_whole(self.start + rows) + self.range).ravel()
 
-    def search(self, table: FloatArray, rank: FloatArray, offset: int = 0) -> IntArray:
-        """Entries up to each rank in its bucket's row of a table, less ``offset``: (L, x) and (L, R) -> (L, R)."""
-        found = np.searchsorted((table + self.range).ravel(), (rank + self.range).ravel(), side="right")
-        return np.clip(found.reshape(rank.shape) - self.row * table.shape[1] - offset, 0, table.shape[1] - 1)
+    def search(self, table: IntArray, rank: FloatArray, offset: int = 0) -> IntArray:
+        """Entries up to each rank in the bucket's part of a table, less ``offset``, (L, R)."""
+        num_cells = len(self.rows)
+        found = np.searchsorted(table, (_whole(rank) + self.range).ravel(), side="right")
+        found = found.reshape(rank.shape) - self.row * num_cells - offset
+        cell: IntArray = np.clip(found, self.first_cell, num_cells - 1)
+        return cell
 
     def cell_at(self, rank: FloatArray) -> IntArray:
-        return self.search(self.end, rank)
+        return self.search(self.end_table, rank)
 
     def values_before(self, rank: FloatArray, cell: IntArray) -> FloatArray:
         """Values of all rows before each rank, (L, R, 3)."""
         within = rank - self.start[self.row, cell]
-        return self.before[self.row, cell] + within[..., None] * self.value[cell]
+        values: FloatArray = self.before[self.row, cell] + within[..., None] * self.value[cell]
+        return values
 
-    def padding(self, others: FloatArray, opens: IntArray, values: FloatArray, ranks: FloatArray) -> FloatArray:
-        """What ``others`` rows cost above their own values when padded to the row that opens the batch, (L, R, 3).
+    def padding(
+        self, others: FloatArray, opens: IntArray, values: FloatArray, ranks: FloatArray
+    ) -> FloatArray:
+        """What rows cost above their own values when padded to the row that opens the batch, (L, R, 3).
 
         Args:
             others: Rows of the batch but the one that opens it, shape (L, R).
@@ -105,7 +136,8 @@ class _Windows:
         """
         others = np.clip(others, 0.0, np.maximum(ranks, 0.0) / self.step)
         mean = values / np.where(others > 0.0, ranks, 1.0)[..., None]
-        return others[..., None] * np.maximum(self.value[opens] - mean, 0.0)
+        padding: FloatArray = others[..., None] * np.maximum(self.value[opens] - mean, 0.0)
+        return padding
 
 
 def _cut_from_long_end(window: _Windows, chances: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -115,7 +147,7 @@ def _cut_from_long_end(window: _Windows, chances: IntArray) -> tuple[FloatArray,
     """
     single, size = window.spread == 0.0, window.size
     rank = _first_rank(window.step, chances[0])
-    padding, stop = np.zeros((*rank.shape, 3)), np.broadcast_to(size, rank.shape)
+    padding, stop = np.zeros((*rank.shape, 3)), size + np.zeros_like(rank)
     cell = window.cell_at(rank)
     before, t = window.values_before(rank, cell), 0
     while (rank < size).any():
@@ -124,7 +156,8 @@ def _cut_from_long_end(window: _Windows, chances: IntArray) -> tuple[FloatArray,
         following = rank + _wait(rows, window.spread, chances[t % len(chances)])
         unfilled = (following > size + 1.0 - window.step) & (rank < size)
         stop = np.where(unfilled & ~single, rank, stop)
-        others = np.where(unfilled, np.where(single, size - rank - 1.0, 0.0), rows - 1.0) * (rank < size)
+        others = np.where(unfilled, np.where(single, size - rank - 1.0, 0.0), rows - 1.0)
+        others = np.where(rank < size, others, 0.0)
         following = np.minimum(following, size)
         after_cell = window.cell_at(following)
         after = window.values_before(following, after_cell)
@@ -142,12 +175,11 @@ def _cut_from_short_end(window: _Windows, chances: IntArray) -> tuple[FloatArray
     longest = _first_rank(window.step, chances[0])  # (L, R)
     stop = window.size + np.zeros_like(longest)  # the next batch's rows lie before this rank
     padding = np.zeros((*stop.shape, 3))
-    gaps: list[tuple[FloatArray, FloatArray, FloatArray]] = []  # ranks from and to, and how densely rows are left
-    soonest = window.start + window.rows  # where a batch that opens in a cell ends at least; never falls
+    gaps: list[tuple[FloatArray, ...]] = []  # ranks from and to, and how densely rows are left there
 
     def opening(end: FloatArray) -> tuple[FloatArray, FloatArray]:
         """The last rank whose full batch ends by ``end``, and by how much it could end later."""
-        cell = window.search(soonest, end, offset=1)
+        cell = window.search(window.soonest_table, end, offset=1)
         last, by_count = window.end[window.row, cell], end - window.rows[cell]
         return np.minimum(last, by_count), np.maximum(by_count - last, 0.0)
 
@@ -160,9 +192,9 @@ def _cut_from_short_end(window: _Windows, chances: IntArray) -> tuple[FloatArray
         opens, slack = opening(end)
         # Where longer rows allow fewer, the batch opens at the last of these; else wherever the count says.
         before_it = window.step + _first_rank(window.step, chances[(t + 1) % len(chances), ::-1])
-        behind = np.where(slack > 0.0, opens, opens + window.step)  # ranks of the batch's other rows begin there
+        others_from = np.where(slack > 0.0, opens, opens + window.step)
         opens = np.maximum(np.where(slack > 0.0, opens - before_it, opens), longest)
-        behind = np.maximum(behind, opens + window.step)
+        others_from = np.maximum(others_from, opens + window.step)
         some = stop > 0.0
         cell = window.cell_at(opens)
         rows = window.rows[cell]
@@ -173,8 +205,8 @@ def _cut_from_short_end(window: _Windows, chances: IntArray) -> tuple[FloatArray
         few = np.minimum(count, rows - 1.0).clip(0.0) / np.maximum(stop, 1e-9)
         gaps.append((until, stop, some * np.where(filled, 1.0, few)))
         values = window.values_before(until, window.cell_at(until))
-        values = values - window.values_before(behind, window.cell_at(behind))
-        padding += window.padding(np.where(filled, rows - 1.0, 0.0), cell, values, until - behind)
+        values = values - window.values_before(others_from, window.cell_at(others_from))
+        padding += window.padding(np.where(filled, rows - 1.0, 0.0), cell, values, until - others_from)
         stop = np.where(filled, np.minimum(opens, stop - 0.5).clip(0.0), 0.0)
     begin, finish, density = (np.concatenate(parts, axis=1) for parts in zip(*gaps, strict=True))
     left = _share_before(window, finish, density) - _share_before(window, begin, density)
@@ -182,30 +214,40 @@ def _cut_from_short_end(window: _Windows, chances: IntArray) -> tuple[FloatArray
 
 
 def _share_before(window: _Windows, stop: FloatArray, density: FloatArray) -> FloatArray:
-    """Mean share of each cell's rows before the ranks ``stop``, (L, x), when ``density`` of them count, both (L, R)."""
+    """Mean share of each cell's rows, (L, x), that lie before ranks (L, R), of which ``density`` count."""
     num_buckets, num_cells = window.amount.shape
     cell = window.cell_at(stop)
     part = (stop - window.start[window.row, cell]) / np.maximum(window.amount[window.row, cell], 1e-300)
     flat = (window.row * num_cells + cell).ravel()
 
     def by_cell(weight: FloatArray) -> FloatArray:
-        return np.bincount(flat, weight.ravel(), num_buckets * num_cells).reshape(num_buckets, num_cells)
+        sums = np.bincount(flat, weight.ravel(), num_buckets * num_cells).astype(np.float64)
+        return sums.reshape(num_buckets, num_cells)
 
     whole = density.sum(axis=1, keepdims=True) - np.cumsum(by_cell(density), axis=1)  # stops in later cells
-    return (whole + by_cell(density * np.clip(part, 0.0, 1.0))) / stop.shape[1]
+    share: FloatArray = (whole + by_cell(density * np.clip(part, 0.0, 1.0))) / stop.shape[1]
+    return share
+
+
+def _whole(rank: FloatArray) -> IntArray:
+    whole: IntArray = np.rint(rank * RANK_STEPS).astype(np.int64)
+    return whole
 
 
 def _first_rank(step: FloatArray, chance: IntArray) -> FloatArray:
     """Ranks to the next row, (L, R): geometric, for rows kept with chance ``step`` of (L, 1)."""
     beyond = -np.log1p(-(chance + 0.5) / len(chance))  # (R,)
     with np.errstate(divide="ignore"):
-        return np.floor(beyond / -np.log1p(-step)) * step
+        rank: FloatArray = np.floor(beyond / -np.log1p(-step)) * step
+    return rank
 
 
 def _wait(events: FloatArray, spread: FloatArray, chance: IntArray) -> FloatArray:
     """Gamma-distributed waits for ``events`` from normal deviates, by Wilson and Hilferty's cube (1931)."""
     ninth = spread * spread / (9.0 * events)
-    return events * np.maximum(1.0 - ninth + _normal(len(chance))[chance] * np.sqrt(ninth), 0.0) ** 3
+    root = np.maximum(1.0 - ninth + _normal(len(chance))[chance] * np.sqrt(ninth), 0.0)
+    wait: FloatArray = events * root**3
+    return wait
 
 
 @lru_cache(maxsize=16)
