@@ -132,7 +132,7 @@ class Staging:
         Raises:
             UserError: Another build holds it, or a killed build left it and neither was asked for.
         """
-        parent = os.path.dirname(self.target)
+        parent = os.path.dirname(self.directory)
         while not os.path.isdir(parent):
             self._made.append(parent)
             parent = os.path.dirname(parent)
