@@ -181,8 +181,8 @@ def _check_spread(rows: NDArray[np.float64], tokens: NDArray[np.float64], terms:
         padded = rows * tokens
         raise UserError(
             f"lengths {tokens.min():g}..{tokens.max():g} in batches of "
-            f"{padded.min():g}..{padded.max():g} tokens are too alike to tell linear, quadratic and fixed cost apart: measure lengths and batches that "
-            "each differ by a factor of 4 or more"
+            f"{padded.min():g}..{padded.max():g} tokens are too alike to tell linear, quadratic and fixed "
+            "cost apart: measure lengths and batches that each differ by a factor of 4 or more"
         )
 
 
