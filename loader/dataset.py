@@ -265,7 +265,9 @@ class BucketedDataset(SelfIterating, ShardSource):
                 continue
             path = self.samples_path(bucket.directory)
             try:
-                table = pq.read_table(path, columns=names)
+                # Not read_table, which imports all of pyarrow.dataset first.
+                with pq.ParquetFile(path) as file:
+                    table = file.read(columns=names)
             except (OSError, ValueError) as error:
                 raise UserError(f"{path} cannot be read: {error}; build the dataset again") from error
             if table.num_rows != bucket.num_samples or int(sizes.sum()) != bucket.num_samples:
