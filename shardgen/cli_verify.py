@@ -16,9 +16,10 @@ from shardgen.errors import UserError
     "--source", "sources", multiple=True, metavar="INPUT", help="Input of the build; may be repeated."
 )
 @click.argument("more_sources", nargs=-1, metavar="[INPUT...]")
+@click.option("--split", help="Split of a saved DatasetDict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def verify_command(
-    directory: str, sources: tuple[str, ...], more_sources: tuple[str, ...], as_json: bool
+    directory: str, sources: tuple[str, ...], more_sources: tuple[str, ...], split: str | None, as_json: bool
 ) -> None:
     """Check hashes, sizes, counts and order; with --source, that every source row is there exactly once."""
     from shardgen.console import progress_bars, stderr_console
@@ -28,7 +29,7 @@ def verify_command(
         raise click.UsageError("more than one directory: name the inputs of the build with --source")
     with progress_bars() as progress:
         progress.start("verifying", 0)
-        result = verify(directory, (*sources, *more_sources), progress.advance)
+        result = verify(directory, (*sources, *more_sources), progress.advance, split)
     manifest = result.manifest
     console = stderr_console()
     for problem in result.problems:

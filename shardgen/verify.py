@@ -18,8 +18,6 @@ from shardgen.layout import array_header_bytes
 from shardgen.manifest import Manifest, fingerprint
 from shardgen.write import decompress, get_hash
 
-FRAGMENT = 64 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -285,7 +283,10 @@ def token_counts(
 
 
 def verify(
-    directory: str, sources: Sequence[str] = (), progress: Callable[[int], None] | None = None
+    directory: str,
+    sources: Sequence[str] = (),
+    progress: Callable[[int], None] | None = None,
+    split: str | None = None,
 ) -> Verification:
     """Check a build, against its source when one is named.
 
@@ -293,6 +294,7 @@ def verify(
         directory: A finished build.
         sources: The inputs it was made from, in the same order.
         progress: Called with the number of samples checked since the last call.
+        split: Split of a saved DatasetDict.
 
     Raises:
         UserError: It is no build, or the sources cannot be read.
@@ -304,5 +306,5 @@ def verify(
     if sources:
         from shardgen.verify_source import compare
 
-        compare(verification, sources)
+        compare(verification, sources, split)
     return verification

@@ -85,10 +85,9 @@ class StoredShards(ShardFiles):
         self._data.clear()
 
 
-def _prepare(verification: Verification, inputs: Sequence[str]) -> Prepared:
+def _compare_all(verification: Verification, inputs: Sequence[str], split: str | None) -> None:
     manifest = verification.manifest
     options = options_of(manifest)
-    split = None
     sources = open_sources(inputs, split)
     expected = [(source["num_rows"]) for source in manifest.sources]
     if [source.num_rows for source in sources] != expected:
@@ -107,12 +106,12 @@ def _prepare(verification: Verification, inputs: Sequence[str]) -> Prepared:
             found = Differences(ids=[], stored=[], expected={})
             _compare_tasks(verification, prepared, found)
             _report(verification, prepared, found)
-            return prepared
+            return
         except RaggedColumnError as error:
             ragged.add(error.column)
 
 
-def compare(verification: Verification, inputs: Sequence[str]) -> None:
+def compare(verification: Verification, inputs: Sequence[str], split: str | None = None) -> None:
     """Add to the problems whatever differs between the build and its source.
 
     Raises:
@@ -120,7 +119,7 @@ def compare(verification: Verification, inputs: Sequence[str]) -> None:
     """
     if verification.problems and not verification.samples:
         return
-    _prepare(verification, inputs)
+    _compare_all(verification, inputs, split)
 
 
 def _compare_rows(verification: Verification, prepared: Prepared) -> bool:
