@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.storage import CloudDownloader
@@ -22,12 +21,12 @@ from loader.arguments import (
     refuse_upstream_arguments,
     skip_ids,
 )
+from loader.built import read_corpus
 from loader.collate import Collator, Labels
 from loader.foreign import SelfIterating
 from loader.limits import least_cache_limit
 from loader.options import EpochOptions, Layout, PlanOptions, Tail
 from loader.passes import Passes
-from loader.pool import Corpus
 from loader.predownload import NUM_THREADS, Predownloader
 from loader.progress import Progress
 from loader.reading import BatchReader
@@ -161,7 +160,7 @@ class BucketedDataset(SelfIterating, ShardSource):
             )
             self._readers: weakref.WeakSet[BatchReader] = weakref.WeakSet()
             self._set_reader(collator)
-            corpus = self._read_corpus(labels)
+            corpus = read_corpus(manifest, self.samples_per_shard, self.samples_path, labels)
             model = cost_model_of(manifest, cost_model)
             padding_of_plan: Padding = build_option(manifest, "padding", padding) or "longest"
             limits = {
@@ -251,42 +250,6 @@ class BucketedDataset(SelfIterating, ShardSource):
     def num_resident(self) -> int:
         """Shards mapped by this process."""
         return sum(made.reader.resident() for made in self._readers)
-
-    def _read_corpus(self, labels: Labels | None) -> Corpus:
-        masked = self.manifest.loss_mask_column is not None
-        names = ["length", "loss_tokens", "first_token_loss"] if masked else ["length"]
-        lengths, loss_tokens, shard_sizes = [], [], []
-        first_shard = 0
-        for bucket in self.manifest.buckets:
-            sizes = self.samples_per_shard[first_shard : first_shard + bucket.num_shards]
-            first_shard += bucket.num_shards
-            shard_sizes.append(sizes.copy())
-            if bucket.directory is None:
-                continue
-            path = self.samples_path(bucket.directory)
-            try:
-                # Not read_table, which imports all of pyarrow.dataset first.
-                with pq.ParquetFile(path) as file:
-                    table = file.read(columns=names)
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path} cannot be read: {error}; build the dataset again") from error
-            if table.num_rows != bucket.num_samples or int(sizes.sum()) != bucket.num_samples:
-                raise UserError(
-                    f"{path} has {table.num_rows} rows and its shards {int(sizes.sum())} samples, but the "
-                    "manifest "
-                    f"counts {bucket.num_samples}: build the dataset again"
-                )
-            lengths.append(table["length"].to_numpy())
-            if masked and labels is not None:
-                first = table["first_token_loss"].to_numpy().astype(np.int32)
-                loss_tokens.append(table["loss_tokens"].to_numpy() - (first if labels == "causal" else 0))
-            elif labels == "causal":
-                loss_tokens.append(lengths[-1] - 1)  # position 0 never counts
-        return Corpus(
-            lengths=np.concatenate(lengths),
-            loss_tokens=np.concatenate(loss_tokens) if loss_tokens else None,
-            shard_sizes=tuple(shard_sizes),
-        )
 
     def _check_cache_limit(self) -> None:
         limit = int(self.cache_limit or 0)

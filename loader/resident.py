@@ -11,13 +11,13 @@ import numpy as np
 from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
 
+from loader.built import SAMPLES
 from loader.cache import CacheMarker, ShardTable, deadline, process_alive
 from loader.stream import PART, DownloadError
 from shardgen.errors import UserError
 from shardgen.manifest import MANIFEST
 
 INDEX = "index.json"
-SAMPLES = "samples.parquet"
 REMOTE, PREPARING, LOCAL = (int(s) for s in (_ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL))
 _NEVER = np.iinfo(np.uint64).max
 

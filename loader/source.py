@@ -24,8 +24,9 @@ from streaming.base.spanner import Spanner
 from streaming.base.util import bytes_to_int
 from streaming.base.world import World as StreamingWorld
 
+from loader.built import SAMPLES
 from loader.cache import CacheMarker, runtime_root
-from loader.resident import INDEX, LOCAL, PREPARING, REMOTE, SAMPLES, ResidentShards
+from loader.resident import INDEX, LOCAL, PREPARING, REMOTE, ResidentShards
 from loader.stream import AtomicStream, DownloadError
 from loader.world import World
 from shardgen.errors import UserError
@@ -241,4 +242,4 @@ class ShardSource(ResidentShards):
         pass
 
 
-__all__ = ["INDEX", "LOCAL", "PREPARING", "REMOTE", "SAMPLES", "DownloadError", "ShardSource"]
+__all__ = ["INDEX", "LOCAL", "PREPARING", "REMOTE", "DownloadError", "ShardSource"]

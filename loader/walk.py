@@ -172,66 +172,72 @@ class Plans:
         return self._starts[key]
 
     def _replay(self, state: ResumeState, options: PlanOptions) -> BlockRun:
+        runs, left = self.finished(state)
+        if runs and runs[-1].options == options:
+            return replace(runs[-1], shown=self._shown(runs[-1].plan, options))
+        run = self._begin(state, state.segments, left, (state.num_dealt, state.digest), options)
+        return replace(run, shown=self._shown(run.plan, options))
+
+    def finished(self, state: ResumeState) -> tuple[list[BlockRun], Pool]:
+        """The plans of a state's segments, and the rows of its block that they left.
+
+        The steps before ``start`` of each were done. What was skipped in them, the state does not know.
+
+        Raises:
+            UserError: The replay deals other samples than the state says.
+        """
         planner = self.planner(state.epoch)
         if state.block >= planner.num_blocks:
             raise UserError(
-                f"the state is in block {state.block} of an epoch with {planner.num_blocks} blocks: it is "
-                "damaged"
+                f"the state is in block {state.block} of an epoch with {planner.num_blocks} blocks: damaged?"
             )
-        is_last = state.block == planner.num_blocks - 1
-        begin = replace(state, segments=(), num_dealt=0, digest=0)
-        left = planner.pool(state.block)
-        num_dealt = digest = 0
-        run: BlockRun | None = None
-        segments = state.segments
-        for number, segment in enumerate(segments):
-            fit = self.fitting(left, segment.options)
-            pool = left if fit is None else _select(left, fit)
-            plan = self._plan(pool, state, segment.options, number)
-            if segment.steps > plan.num_steps:
+        left, dealt = planner.pool(state.block), (0, 0)
+        runs = []
+        for number, segment in enumerate(state.segments):
+            run = self._begin(state, state.segments[:number], left, dealt, segment.options)
+            if segment.steps > run.plan.num_steps:
                 raise UserError(
                     f"the state counts {segment.steps} steps in segment {number} but its plan has "
-                    f"{plan.num_steps}: it comes from another planner, other data or is damaged"
+                    f"{run.plan.num_steps}: it comes from another planner, other data or is damaged"
                 )
-            run = BlockRun(
-                begin=begin,
-                before=segments[:number],
-                num_dealt=num_dealt,
-                digest=digest,
-                options=segment.options,
-                pool=pool,
-                plan=plan,
-                shown=plan,
-                start=segment.steps,
-                is_last=is_last,
-            )
-            dealt = plan.rows[: plan.num_rows_before_step(segment.steps)]
-            num_dealt += len(dealt)
-            digest = (digest + digest_ids(pool.ids[dealt])) & _MASK
-            left = left.without(dealt if fit is None else fit[dealt])
-        if (num_dealt, digest) != (state.num_dealt, state.digest):
+            runs.append(replace(run, start=segment.steps))
+            rows = run.plan.rows[: run.plan.num_rows_before_step(segment.steps)]
+            dealt = dealt[0] + len(rows), (dealt[1] + digest_ids(run.pool.ids[rows])) & _MASK
+            fit = self.fitting(left, segment.options)
+            left = left.without(rows if fit is None else fit[rows])
+        if dealt != (state.num_dealt, state.digest):
             raise UserError(
-                f"replaying the state deals {num_dealt} samples with digest {digest:016x}, but it was saved "
-                f"after {state.num_dealt} with {state.digest:016x}: it comes from another planner, other "
-                "data "
-                "or is damaged"
+                f"replaying the state deals {dealt[0]} samples with digest {dealt[1]:016x}, but it was "
+                "saved after "
+                f"{state.num_dealt} with {state.digest:016x}: another planner, other data or a damaged state"
             )
-        if run is not None and run.options == options:
-            return replace(run, shown=self._shown(run.plan, options))
+        return runs, left
+
+    def _begin(
+        self,
+        state: ResumeState,
+        before: tuple[Segment, ...],
+        left: Pool,
+        dealt: tuple[int, int],
+        options: PlanOptions,
+    ) -> BlockRun:
+        """Plan what is left of a state's block, after the segments ``before`` with their count and digest."""
         fit = self.fitting(left, options)
         pool = left if fit is None else _select(left, fit)
-        plan = self._plan(pool, state, options, len(segments))
+        # Only the very first plan of an epoch may refuse what a later one has to cope with.
+        resumed = bool(before) or state.block > 0
+        plan = plan_block(self.corpus, pool, options, self.epoch_options, state.epoch, resumed=resumed)
         return BlockRun(
-            begin=begin,
-            before=segments,
-            num_dealt=num_dealt,
-            digest=digest,
+            begin=replace(state, segments=(), num_dealt=0, digest=0),
+            before=before,
+            num_dealt=dealt[0],
+            digest=dealt[1],
             options=options,
             pool=pool,
             plan=plan,
-            shown=self._shown(plan, options),
+            shown=plan,
             start=0,
-            is_last=is_last,
+            is_last=state.block == self.planner(state.epoch).num_blocks - 1,
         )
 
     def fitting(self, pool: Pool, options: PlanOptions) -> NDArray[np.int64] | None:
@@ -245,11 +251,6 @@ class Plans:
         if self._longest <= allowed:
             return None
         return np.flatnonzero(self.corpus.lengths[pool.ids] <= allowed)
-
-    def _plan(self, pool: Pool, state: ResumeState, options: PlanOptions, number: int) -> BlockPlan:
-        # Only the very first plan of an epoch may refuse what a later one has to cope with.
-        resumed = number > 0 or state.block > 0
-        return plan_block(self.corpus, pool, options, self.epoch_options, state.epoch, resumed=resumed)
 
     def _shown(self, plan: BlockPlan, options: PlanOptions) -> BlockPlan:
         return apply_skip(plan, self.corpus, options, self.skip) if len(self.skip) else plan

@@ -1,0 +1,79 @@
+"""What a build says of its samples, without touching a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from loader.pool import Corpus
+from shardgen.errors import UserError
+from shardgen.manifest import Manifest
+
+SAMPLES = "samples.parquet"
+
+
+def read_samples(path: str, columns: Sequence[str]) -> pa.Table:
+    """Columns of a ``samples.parquet``.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        # Not read_table, which imports all of pyarrow.dataset first.
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=list(columns))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; build the dataset again") from error
+
+
+def read_corpus(
+    manifest: Manifest,
+    samples_per_shard: NDArray[np.int64],
+    path_of: Callable[[str], str],
+    labels: Literal["causal", "tokens"] | None,
+) -> Corpus:
+    """Lengths, loss tokens and shard sizes of a build.
+
+    Args:
+        manifest: Of the build.
+        samples_per_shard: Samples of all shards in order, int64, shape (num_shards,).
+        path_of: Path of the ``samples.parquet`` of a bucket's directory.
+        labels: Which tokens count in the loss; with ``None`` all do.
+
+    Raises:
+        UserError: A file cannot be read, or does not agree with the manifest.
+    """
+    masked = manifest.loss_mask_column is not None and labels is not None
+    names = ["length", "loss_tokens", "first_token_loss"] if masked else ["length"]
+    lengths, loss_tokens, shard_sizes = [], [], []
+    first_shard = 0
+    for bucket in manifest.buckets:
+        sizes = samples_per_shard[first_shard : first_shard + bucket.num_shards]
+        first_shard += bucket.num_shards
+        shard_sizes.append(sizes.copy())
+        if bucket.directory is None:
+            continue
+        path = path_of(bucket.directory)
+        table = read_samples(path, names)
+        if table.num_rows != bucket.num_samples or int(sizes.sum()) != bucket.num_samples:
+            raise UserError(
+                f"{path} has {table.num_rows} rows and its shards {int(sizes.sum())} samples, but the "
+                "manifest "
+                f"counts {bucket.num_samples}: build the dataset again"
+            )
+        lengths.append(table["length"].to_numpy())
+        if masked:
+            first = table["first_token_loss"].to_numpy().astype(np.int32)
+            loss_tokens.append(table["loss_tokens"].to_numpy() - (first if labels == "causal" else 0))
+        elif labels == "causal":
+            loss_tokens.append(lengths[-1] - 1)  # position 0 never counts
+    return Corpus(
+        lengths=np.concatenate(lengths),
+        loss_tokens=np.concatenate(loss_tokens) if loss_tokens else None,
+        shard_sizes=tuple(shard_sizes),
+    )
