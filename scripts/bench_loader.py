@@ -4,8 +4,9 @@
 
 Makes a corpus, builds it with `python -m shardgen build`, writes the same samples for every peer, proves that
 all of them give the same batches, then reads it in interleaved rounds: in this process, with one and with two
-worker processes. Figures are medians; the clock starts with a reader's first batch, so imports, planning and
-the start of processes are not in them. Peers come with `pip install '.[bench]'`; a missing one is an error.
+worker processes. Every turn has a process of its own, so no reader's threads or caches disturb the next one.
+Figures are medians; the clock starts with a reader's first batch, so imports, planning and the start of
+processes are not in them. Peers come with `pip install '.[bench]'`; a missing one is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import shutil
 import statistics
 import subprocess
@@ -34,6 +36,7 @@ from loader import BucketedDataLoader, BucketedDataset
 from shardgen.lengths import read_lengths_file
 
 ROOT = Path(__file__).resolve().parent.parent
+FORK = multiprocessing.get_context("fork")
 OURS, ON_DEMAND = "loader", "loader, prefetch=0"
 PEERS = ("HF datasets (arrow)", "HF datasets (numpy)", "LitData")
 # (what, reader, compared with the best of, number of workers, least ratio)
@@ -70,50 +73,74 @@ def build(folder: Path, lengths: np.ndarray[Any, Any]) -> None:
     subprocess.run([*command, "--out", str(folder / "set")], cwd=ROOT, check=True)
 
 
-def batches_of(dataset: BucketedDataset) -> list[list[int]]:
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in a forked process. This process stays without threads, as forking asks."""
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            sender.send((function(*arguments), None))
+        except BaseException as error:
+            sender.send((None, f"{type(error).__name__}: {error}"))
+            raise
+
+    process = FORK.Process(target=child)
+    process.start()
+    sender.close()
+    try:
+        found, error = receiver.recv()
+    except EOFError:
+        found, error = None, "its process died"
+    process.join()
+    if error:
+        raise SystemExit(f"error: {error}")
+    return found
+
+
+def batches_of(built: Path) -> list[list[int]]:
     """Sample ids of every batch of epoch 0."""
-    with BucketedDataLoader(dataset) as loader:
-        loader.set_epoch(0)
-        return [batch.meta.sample_ids.tolist() for batch in loader]
+    return [batch.meta.sample_ids.tolist() for batch in ours(built, 0)]
 
 
-def write_peers(folder: Path, built: Path, ids: list[list[int]]) -> list[Reader]:
+def readers_of(folder: Path) -> list[Reader]:
+    return [
+        Stock(folder / "set"),
+        StockById(folder / "set"),
+        *(kind(folder / kind.__name__) for kind in (FlatMap, HuggingFaceArrow, LitData)),
+        HuggingFaceNumpy(folder / HuggingFaceArrow.__name__),
+    ]
+
+
+def write_peers(folder: Path, ids: list[list[int]]) -> None:
     """The same samples for every peer, as stock StreamingDataset reads them."""
-    stock = StockById(built)
-    readers: list[Reader] = [Stock(built), stock]
-    samples: list[np.ndarray[Any, Any]] = []
+    opened = StockById(folder / "set").open()
+    samples = [np.array(opened[i]["input_ids"]) for i in range(len(opened))]
     for kind in (FlatMap, HuggingFaceArrow, LitData):
         path = folder / kind.__name__
         if kind is LitData:
             shutil.rmtree(path, ignore_errors=True)  # in the order of this plan
         if not path.exists():
             say(f"writing {kind.name}")
-            opened = stock.open()
-            samples = samples or [np.array(opened[i]["input_ids"]) for i in range(len(opened))]
             kind.write(path, [samples[i] for batch in ids for i in batch] if kind is LitData else samples)
-        readers.append(kind(path))
-    readers.append(HuggingFaceNumpy(folder / HuggingFaceArrow.__name__))
-    return readers
 
 
-def ours(dataset: BucketedDataset, num_workers: int, **options: Any) -> Iterator[dict[str, Any]]:
+def ours(built: Path, num_workers: int, **options: Any) -> Iterator[dict[str, Any]]:
     """Epoch 0, from a loader that ends with the iterator."""
+    dataset = BucketedDataset(local=str(built))
     with BucketedDataLoader(dataset, num_workers=num_workers, **options) as loader:
-        loader.set_epoch(0)
         yield from loader
 
 
-def check_equal(dataset: BucketedDataset, readers: list[Reader], ids: list[list[int]]) -> None:
+def check_equal(folder: Path, ids: list[list[int]]) -> None:
     """All readers that follow our order give our tensors, bit for bit."""
-    for reader in readers:
+    for reader in readers_of(folder):
         if isinstance(reader, Stock):
             continue
-        for number, (mine, theirs) in enumerate(
-            zip(ours(dataset, 0), reader.batches(ids[:40], 0), strict=False)
-        ):
+        pairs = zip(ours(folder / "set", 0), reader.batches(ids[:40], 0), strict=False)
+        for number, (mine, theirs) in enumerate(pairs):
             for name, tensor in theirs.items():
                 if not torch.equal(mine[name], tensor):
-                    raise SystemExit(f"error: batch {number}: {name} of {reader.name} is not the loader's")
+                    raise SystemExit(f"batch {number}: {name} of {reader.name} is not the loader's")
 
 
 def rate(batches: Iterator[dict[str, Any]], seconds: float) -> float:
@@ -127,21 +154,26 @@ def rate(batches: Iterator[dict[str, Any]], seconds: float) -> float:
     return samples / (time.perf_counter() - began)
 
 
+def turn(folder: Path, name: str, workers: int, ids: list[list[int]], seconds: float) -> float:
+    """Rate of one reader."""
+    if name in (OURS, ON_DEMAND):
+        options = {"prefetch": 0} if name == ON_DEMAND else {}
+        return rate(ours(folder / "set", workers, **options), seconds)
+    (reader,) = (reader for reader in readers_of(folder) if reader.name == name)
+    return rate(reader.batches(ids, workers), seconds)
+
+
 def measure(
-    runs: dict[str, Callable[[int], Iterator[dict[str, Any]]]], workers: int, rounds: int, seconds: float
+    folder: Path, workers: int, ids: list[list[int]], rounds: int, seconds: float
 ) -> dict[str, list[float]]:
     """Rates of every reader, round by round, so that a busy machine hits all of them alike."""
+    names = [OURS, *(reader.name for reader in readers_of(folder))]
+    # On demand is what the thread of the default has to beat; a stock dataset opens in no worker process.
+    names = [*names, ON_DEMAND] if workers == 0 else [name for name in names if name != StockById.name]
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds):
-        for name, run in runs.items():
-            if workers and name == StockById.name:
-                continue  # a stock dataset cannot be opened inside a worker process
-            batches = run(workers)
-            found[name].append(rate(batches, seconds))
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
-            del batches
+        for name in names:
+            found[name].append(in_child(turn, folder, name, workers, ids, seconds))
         say(f"{workers} workers, round {number + 1} of {rounds} done")
     return found
 
@@ -176,21 +208,14 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     built = folder / "set"
     if not built.exists():
         build(folder, lengths)
-    dataset = BucketedDataset(local=str(built))
-    ids = batches_of(dataset)
-    readers = write_peers(folder, built, ids)
-    check_equal(dataset, readers, ids)
+    ids = in_child(batches_of, built)
+    in_child(write_peers, folder, ids)
+    in_child(check_equal, folder, ids)
     say(f"{len(ids)} batches are equal, whoever reads them")
-    runs: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {OURS: lambda n: ours(dataset, n)}
-    for reader in readers:
-        runs[reader.name] = lambda n, reader=reader: reader.batches(ids, n)  # type: ignore[misc]
     figures: dict[int, dict[str, float]] = {}
     spread: dict[int, dict[str, list[float]]] = {}
     for workers in map(int, arguments.workers.split(",")):
-        chosen = dict(runs)
-        if workers == 0:
-            chosen[ON_DEMAND] = lambda n: ours(dataset, n, prefetch=0)
-        spread[workers] = measure(chosen, workers, arguments.rounds, arguments.seconds)
+        spread[workers] = measure(folder, workers, ids, arguments.rounds, arguments.seconds)
         figures[workers] = {name: statistics.median(rates) for name, rates in spread[workers].items()}
     print(f"{'samples/s (lowest, median, highest); loader / reader':44}")
     for workers, medians in figures.items():
