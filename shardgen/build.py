@@ -21,7 +21,7 @@ from shardgen.lengths import Histogram
 from shardgen.manifest import Manifest
 from shardgen.optimize import OptimizeResult, estimate_efficiency
 from shardgen.options import BuildOptions
-from shardgen.pools import WorkerKilledError, open_pool
+from shardgen.pools import Pool, WorkerKilledError, open_pool
 from shardgen.prepare import Prepared, find_boundaries, lay_out_build
 from shardgen.progress import Progress
 from shardgen.reading import RaggedColumnError
@@ -105,9 +105,10 @@ def build(
     ragged: set[str] = set()
     while True:
         plan = _Plan(options)
-        prepared = lay_out_build(sources, options, plan, progress, ragged)
         try:
-            manifest = _write(staging, prepared, plan.found, options, progress)
+            with open_pool(options) as pool:  # workers start while the boundaries are found
+                prepared = lay_out_build(sources, options, plan, progress, ragged)
+                manifest = _write(staging, pool, prepared, plan.found, options, progress)
             break
         except RaggedColumnError as error:  # rare: equal counts in every row group, but not in every row
             ragged.add(error.column)
@@ -148,6 +149,7 @@ def _stage(
 
 def _write(
     staging: Staging | RemoteStaging,
+    pool: Pool,
     prepared: Prepared,
     plan: OptimizeResult,
     options: BuildOptions,
@@ -164,8 +166,7 @@ def _write(
         job = WriteJob(
             directory=staging.directory, format=prepared.format, reader=prepared.reader, memory=options.memory
         )
-        with open_pool(options) as pool:
-            written: Written = Run(job, prepared, pool, journal, progress, staging.upload)()
+        written: Written = Run(job, prepared, pool, journal, progress, staging.upload)()
         progress.start("sealing", 0)
         manifest = seal(staging.directory, prepared, plan, written, options)
         journal.remove()

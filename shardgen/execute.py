@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardgen.pools import Pool
+from shardgen.staging import fsync_file
 from shardgen.tasks import Fragments, ShardInfo, Task, TaskResult
 
 if TYPE_CHECKING:
@@ -67,9 +69,19 @@ class Run:
         self._fragments: dict[int, list[Fragments]] = {}
         self._num_running = 0
         self._created: set[int] = set()
+        # The disk works while the next shards are encoded.
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="shardgen-sync")
+        self._syncs: list[Future[None]] = []
         self.written = Written()
 
     def __call__(self) -> Written:
+        """Do the work; on the disk when this returns."""
+        try:
+            return self._run()
+        finally:
+            self._syncer.shutdown(cancel_futures=True)
+
+    def _run(self) -> Written:
         tasks = self._prepared.tasks
         for task in tasks:
             self._waiting[list(task.shard_paths)] += 1
@@ -89,6 +101,8 @@ class Run:
                 self._collect()
         while self._num_running:
             self._collect()
+        for synced in self._syncs:
+            synced.result()
         return self.written
 
     def _take_up(self) -> None:
@@ -179,8 +193,11 @@ class Run:
         self._num_running += 1
 
     def _take_shard(self, shard: int, info: ShardInfo) -> None:
+        stored = info.entry["zip_data"] or info.entry["raw_data"]
+        path = f"{os.path.dirname(self._paths[shard])}/{stored['basename']}"
         if self._upload is not None:
-            stored = info.entry["zip_data"] or info.entry["raw_data"]
-            self._upload(f"{os.path.dirname(self._paths[shard])}/{stored['basename']}")
+            self._upload(path)
+        else:
+            self._syncs.append(self._syncer.submit(fsync_file, os.path.join(self._job.directory, path)))
         self._journal.save_shard(shard, info)
         self.written.shards[shard] = info

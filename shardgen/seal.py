@@ -23,15 +23,7 @@ from shardgen.optimize import OptimizeResult
 from shardgen.options import BuildOptions
 from shardgen.policies import Samples
 from shardgen.prepare import Prepared
-
-
-def fsync_file(path: str) -> None:
-    """Force a file's bytes to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from shardgen.staging import fsync_file
 
 
 def _write_index(directory: str, entries: Sequence[dict[str, Any]]) -> None:

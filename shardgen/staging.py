@@ -87,6 +87,15 @@ def check_destination(out: str, inputs: Sequence[str], *, overwrite: bool) -> st
     return target
 
 
+def fsync_file(path: str) -> None:
+    """Force a file's bytes to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def fsync_directory(path: str) -> None:
     """Force a directory's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -242,7 +242,7 @@ def _file_info(data: Any, basename: str, hashes: Sequence[str]) -> dict[str, Any
 def finish_shard(
     directory: str, path: str, fmt: ShardFormat, header: bytes, num_samples: int, fragments: Fragments
 ) -> ShardInfo:
-    """Write the header, check that the file holds what the tasks wrote, hash, compress, and force it to disk.
+    """Write the header, check that the file holds what the tasks wrote, hash and compress.
 
     Args:
         directory: Directory under construction.
@@ -256,7 +256,6 @@ def finish_shard(
     descriptor = os.open(full, os.O_RDWR | os.O_CLOEXEC)
     try:
         write_all(descriptor, header, 0)
-        os.fsync(descriptor)
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
             _check_fragments(view, len(header), fragments, full)
             basename = os.path.basename(path)
@@ -279,8 +278,6 @@ def _compress(full: str, view: memoryview, fmt: ShardFormat) -> dict[str, Any]:
     path = f"{full}.{get_compression_extension(fmt.compression)}"
     with open(path, "wb") as file:
         file.write(packed)
-        file.flush()
-        os.fsync(file.fileno())
     return _file_info(packed, os.path.basename(path), fmt.hashes)
 
 
