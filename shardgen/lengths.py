@@ -101,17 +101,36 @@ def read_histogram_file(path: str | Path) -> Histogram:
     path = Path(path)
     arrays = _load_arrays(path)
     if "counts" in arrays and "lengths" in arrays:
-        return Histogram(lengths=check_lengths(arrays["lengths"], str(path)), counts=np.asarray(arrays["counts"]))
+        return Histogram(
+            lengths=check_lengths(arrays["lengths"], str(path)), counts=np.asarray(arrays["counts"])
+        )
     return Histogram.from_lengths(read_lengths_file(path))
 
 
+def _arbitrary_order(size: int) -> NDArray[np.int64]:
+    """A permutation of ``range(size)`` that looks random and is the same everywhere: the order of a hash."""
+    x = np.arange(size, dtype=np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64's finaliser
+        x += np.uint64(0x9E3779B97F4A7C15)
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    return np.argsort(x ^ (x >> np.uint64(31)))
+
+
 def read_lengths_file(path: str | Path) -> NDArray[np.int64]:
-    """Lengths by sample, int64, shape (N,); files and errors as in :func:`read_histogram_file`."""
+    """Lengths by sample, int64, shape (N,); files and errors as in :func:`read_histogram_file`.
+
+    A histogram knows no order. Its lengths come in an arbitrary, fixed one: sorted, they would pretend that
+    each shard holds samples of one length.
+    """
     path = Path(path)
     arrays = _load_arrays(path)
     if "counts" in arrays and "lengths" in arrays:
-        histogram = Histogram(lengths=check_lengths(arrays["lengths"], str(path)), counts=np.asarray(arrays["counts"]))
-        return np.repeat(histogram.lengths, histogram.counts)
+        histogram = Histogram(
+            lengths=check_lengths(arrays["lengths"], str(path)), counts=np.asarray(arrays["counts"])
+        )
+        lengths = np.repeat(histogram.lengths, histogram.counts)
+        return lengths[_arbitrary_order(len(lengths))]
     key = "lengths" if "lengths" in arrays else next(iter(arrays), "") if len(arrays) == 1 else ""
     if not key:
         raise UserError(f"{path} holds {sorted(arrays)}: name the array of lengths 'lengths'")

@@ -39,12 +39,22 @@ def test_histogram_files(tmp_path):
     np.savez(tmp_path / "h.npz", lengths=np.array([3, 9]), counts=np.array([2, 1]))
     histogram = read_histogram_file(tmp_path / "h.npz")
     assert (histogram.lengths.tolist(), histogram.counts.tolist()) == ([3, 9], [2, 1])
-    assert read_lengths_file(tmp_path / "h.npz").tolist() == [3, 3, 9]
+    assert sorted(read_lengths_file(tmp_path / "h.npz").tolist()) == [3, 3, 9]
+
+
+def test_lengths_of_a_histogram_come_in_no_order(tmp_path):
+    counts = np.array([500, 300, 200])
+    np.savez(tmp_path / "h.npz", lengths=np.array([3, 9, 27]), counts=counts)
+    read = read_lengths_file(tmp_path / "h.npz")
+    assert np.unique(read, return_counts=True)[1].tolist() == counts.tolist()
+    for part in read.reshape(10, 100):  # each tenth has about the mix of all: six standard deviations at most
+        assert np.all(np.abs([(part == length).mean() for length in (3, 9, 27)] - counts / 1000) < 0.3)
+    assert read.tolist() == read_lengths_file(tmp_path / "h.npz").tolist()
 
 
 def test_counts_are_positive_integers():
     for counts in ([1.5, 2.0], [1, 0], [1]):
-        with pytest.raises(UserError, match="counts|one positive count"):
+        with pytest.raises(UserError, match=r"counts|one positive count"):
             Histogram(lengths=np.array([3, 9]), counts=np.array(counts))
 
 
