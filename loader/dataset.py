@@ -21,6 +21,7 @@ from loader.arguments import (
     refuse_upstream_arguments,
     skip_ids,
 )
+from loader.batch import Batch
 from loader.built import read_corpus
 from loader.collate import Collator, Labels
 from loader.foreign import SelfIterating
@@ -28,6 +29,7 @@ from loader.limits import least_cache_limit
 from loader.options import EpochOptions, Layout, PlanOptions, Tail
 from loader.passes import Passes
 from loader.predownload import NUM_THREADS, Predownloader
+from loader.preflight import hardest
 from loader.progress import Progress
 from loader.reading import BatchReader
 from loader.shards import SampleReader, ShardInfo
@@ -246,6 +248,20 @@ class BucketedDataset(SelfIterating, ShardSource):
     def _preparer(self) -> Callable[[int], None]:
         storage = self.storage(own_client=True)
         return lambda shard: storage.prepare_shard(shard, blocking=False)
+
+    def preflight_batches(self, n: int = 3) -> list[Batch]:
+        """The hardest batches of the next pass, to try before training whether they fit into memory.
+
+        In turn the one with most padded tokens, with most rows, and the costliest, over all ranks and steps:
+        the same batches on every rank. Neither position nor order change.
+
+        Args:
+            n: How many; fewer where the pass has fewer.
+        """
+        if n < 1:
+            raise UserError(f"n {n} is below 1")
+        found = hardest(self.plans, self._active().next_start(), self.plan_options, n)
+        return [self._make(task) for task in found]
 
     def num_resident(self) -> int:
         """Shards mapped by this process."""

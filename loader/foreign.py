@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
+from loader.batch import Batch
 from loader.passes import Passes
 from loader.progress import Progress
 from loader.reading import BatchReader, finish, order_of
@@ -73,7 +74,9 @@ class SelfIterating:
         try:
             for task in session.tasks:
                 batch = self._make(task)
-                self._progress.take(task, batch.meta.sample_ids)
+                self._progress.take(
+                    task, task.planned.sample_ids if batch.meta is None else batch.meta.sample_ids
+                )
                 yield batch
         finally:
             self._progress.end(session)
@@ -89,10 +92,12 @@ class SelfIterating:
             if number % num_workers == worker:
                 yield self._make(task)
 
-    def _make(self, task: Task) -> Any:
+    def _make(self, task: Task) -> Batch:
         reader = self.batch_reader
         raw = reader.read(order_of(task, self.plans.corpus))
-        return finish(raw, task, self.plans.corpus, reader.collator, pin_memory=False)[0]
+        batch, _ = finish(raw, task, self.plans.corpus, reader.collator, pin_memory=False)
+        assert isinstance(batch, Batch)
+        return batch
 
     def __len__(self) -> int:
         """Batches that the next pass gives this rank; ``num_samples`` counts samples."""

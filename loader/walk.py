@@ -97,6 +97,18 @@ class BlockRun:
             digest=(self.digest + digest_ids(self.pool.ids[dealt])) & _MASK,
         )
 
+    def task(self, step: int, micro_step: int, group: int) -> Task:
+        """A batch of this run's plan.
+
+        Args:
+            step: In the plan.
+            micro_step: In the step.
+            group: Data-parallel group.
+        """
+        planned = self.shown.batch(step, micro_step, group)
+        planned = replace(planned, step=self.first_step + step)
+        return Task(planned=planned, epoch=self.begin.epoch, run=self, step=step)
+
     def size(self) -> Size:
         """What is still to be delivered of this run."""
         first = int(self.shown.step_start[self.start]) * self.shown.world_size
@@ -324,13 +336,10 @@ def tasks(plans: Plans, state: ResumeState, options: PlanOptions, group: int) ->
     Blocks are planned when they are reached; nothing of an earlier one is kept by this iterator.
     """
     for run in plans.runs(state, options):
-        shown, first_step = run.shown, run.first_step
+        shown = run.shown
         for step in range(run.start, shown.num_steps):
             for micro_step in range(int(shown.step_start[step + 1] - shown.step_start[step])):
-                planned = shown.batch(step, micro_step, group)
-                yield Task(
-                    planned=replace(planned, step=first_step + step), epoch=state.epoch, run=run, step=step
-                )
+                yield run.task(step, micro_step, group)
 
 
 @dataclass
