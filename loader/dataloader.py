@@ -221,6 +221,15 @@ class BucketedDataLoader:
         values["shards_resident"] = float(self.dataset.num_resident())
         return values
 
+    @property
+    def drop_last(self) -> bool:
+        """Not here; accelerate's ``skip_first_batches`` asks for it when Trainer resumes."""
+        raise AttributeError(
+            "BucketedDataLoader has no drop_last: nothing is dropped, and no batches need skipping, because "
+            "load_state_dict resumes in the middle of an epoch; with Trainer, use "
+            "TrainingArguments(ignore_data_skip=True) and load the saved state when training begins"
+        )
+
     def close(self) -> None:
         """End the running pass, and the worker processes."""
         self._end_pass()
