@@ -139,7 +139,8 @@ class Collator:
         if tokens.dtype.kind not in "iu":
             raise UserError(f"tokens column {self.tokens_column!r} holds {tokens.dtype.name}, not integers")
         if lengths is not None:
-            _check_lengths(reader, ids, tokens.lengths, lengths.tolist(), "the set's length column says")
+            expected = np.asarray(lengths).tolist()
+            _check_lengths(reader, ids, self.tokens_column, tokens.lengths, expected, "the set's lengths say")
         num_tokens = np.array(tokens.lengths, np.int64)
         width = max(tokens.lengths, default=0) if self.layout == "padded" else None
         loss: NDArray[np.bool_] | None = None
@@ -198,7 +199,7 @@ class Collator:
         limits = raw.lengths
         if num_rows > num_real:
             limits = np.concatenate([limits, np.ones(num_rows - num_real, np.int64)])
-        real, padding = _real_and_padding(limits, length)
+        real, padding = real_and_padding(limits, length)
 
         def widened(pad: int) -> NDArray[np.int64]:
             if full:
@@ -255,7 +256,7 @@ class Collator:
         return batch
 
 
-def _real_and_padding(limits: NDArray[np.int64], length: int) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+def real_and_padding(limits: NDArray[np.int64], length: int) -> tuple[NDArray[np.bool_], NDArray[Any]]:
     """Where the tokens are, bool (B, L), and an index of all other cells of a flattened (B, L) array.
 
     A few padding cells are listed, many are a mask: listing costs 5 ns a cell, a mask 0.4 ns for every cell.
@@ -287,6 +288,7 @@ def _checked(wide: NDArray[np.int64], raw: RawBatch) -> NDArray[np.int64]:
 def _check_lengths(
     reader: SampleReader,
     sample_ids: NDArray[np.int64],
+    column: str,
     found: list[int],
     expected: list[int],
     what: str,
@@ -295,6 +297,6 @@ def _check_lengths(
         return
     row = next(row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
     raise UserError(
-        f"{reader.name(int(sample_ids[row]))}: {found[row]} values are stored, but {what} {expected[row]}: "
-        "the shard is damaged; run `shardgen verify`"
+        f"{reader.name(int(sample_ids[row]))}: column {column!r} holds {found[row]} values, but {what} "
+        f"{expected[row]}: run `shardgen verify`, build the set again, or leave the sample out with skip="
     )

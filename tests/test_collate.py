@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
-from loader.collate import IGNORED, BatchShape, Collator
+from loader.collate import IGNORED, BatchShape, Collator, real_and_padding
 from loader.columns import pad_value
 from loader.raw import RawBatch
 from loader.shards import SampleReader, ShardInfo
@@ -134,6 +134,20 @@ def test_padded_equals_the_reference(
     if labels:
         assert batch["labels"].dtype == torch.int64
     assert all(tensor.is_contiguous() for tensor in batch.values())
+
+
+@given(
+    length=st.sampled_from([1, 2, 40, 300, 65535, 65536]),
+    gaps=st.lists(st.sampled_from([0, 0, 0, 0, 1, 2, 30, 65000]), min_size=1, max_size=6),
+)
+def test_few_or_many_padding_cells_are_the_same_cells(length, gaps):
+    limits = np.array([max(length - gap, 1) for gap in gaps])
+    real, padding = real_and_padding(limits, length)
+    flat = np.zeros(len(limits) * length, int)
+    flat[padding] = 1
+    for row, cells, limit in zip(real, flat.reshape(-1, length), limits, strict=True):
+        assert row.tolist() == [True] * limit + [False] * (length - limit)
+        assert cells.tolist() == [0] * limit + [1] * (length - limit)
 
 
 @given(
@@ -348,7 +362,9 @@ def test_lengths_that_are_not_the_ones_planned(reader):
     lengths = np.array([len(SAMPLES[i]["input_ids"]) for i in (4, 5)])
     Collator().read(reader, np.array([4, 5]), lengths)
     lengths[1] += 1
-    with pytest.raises(UserError, match=rf"sample 5 .*: {lengths[1] - 1} values .* column says {lengths[1]}"):
+    found, said = lengths[1] - 1, lengths[1]
+    message = rf"sample 5 .*: column 'input_ids' holds {found} values, but the set's lengths say {said}"
+    with pytest.raises(UserError, match=message):
         Collator().read(reader, np.array([4, 5]), lengths)
 
 
@@ -357,7 +373,7 @@ def test_a_loss_mask_of_another_length(tmp_path):
     reader = write(tmp_path, {"input_ids": "ndarray:uint16", "m": "ndarray:uint8"}, samples)
     collate = Collator(loss_mask_column="m")
     collate.read(reader, np.array([0]))
-    with pytest.raises(UserError, match=r"sample 1 .*: 3 values .*loss mask.* 4"):
+    with pytest.raises(UserError, match=r"sample 1 .*: column 'm' holds 3 values, but its tokens are 4"):
         collate.read(reader, np.array([0, 1]))
 
 
