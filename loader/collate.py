@@ -146,9 +146,8 @@ class Collator:
         loss: NDArray[np.bool_] | None = None
         if self.loss_mask_column is not None and self.labels is not None:
             mask = reader.vectors(ids, self.loss_mask_column)
-            _check_lengths(
-                reader, ids, mask.lengths, tokens.lengths, "its loss mask is short: the tokens are"
-            )
+            column = self.loss_mask_column
+            _check_lengths(reader, ids, column, mask.lengths, tokens.lengths, "its tokens are")
             loss = np.frombuffer(joined(mask, width), mask.dtype) != 0
         return RawBatch(
             sample_ids=ids,
