@@ -21,7 +21,11 @@ COMMANDS = {
     "build": ("shardgen.cli_build", "build_command", "Write length-bucketed shards."),
     "verify": ("shardgen.cli_verify", "verify_command", "Check a build, file by file and row by row."),
     "simulate": ("shardgen.cli_simulate", "simulate_command", "Compare strategies on your lengths."),
-    "explain": ("shardgen.cli_explain", "explain_command", "Tell what a batch holds, or where a sample goes."),
+    "explain": (
+        "shardgen.cli_explain",
+        "explain_command",
+        "Tell what a batch holds, or where a sample goes.",
+    ),
     "optimize": ("shardgen.cli_optimize", "optimize_command", "Find the best bucket boundaries."),
     "report": ("shardgen.cli_report", "report_command", "Show all of it on one page, with figures."),
 }

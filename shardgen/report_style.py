@@ -1,0 +1,169 @@
+"""Colours of a report in light and dark, and how figures drawn once follow either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from io import StringIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+THEMES: dict[str, dict[str, str]] = {
+    "light": {
+        "page": "#ffffff",
+        "panel": "#f5f7fa",
+        "ink": "#1c2430",
+        "muted": "#586474",
+        "line": "#dde3ea",
+        "accent": "#0a66c2",
+        "plain": "#a4b0be",
+        "warm": "#b4530f",
+    },
+    "dark": {
+        "page": "#11151b",
+        "panel": "#1a2028",
+        "ink": "#e7ebf0",
+        "muted": "#9ba8b7",
+        "line": "#2c3541",
+        "accent": "#5fb0ff",
+        "plain": "#566474",
+        "warm": "#f09a5b",
+    },
+}
+# From the shortest bucket to the longest.
+RAMPS = {
+    "light": ("#97d8c4", "#45a5c9", "#3b62bd", "#46257c"),
+    "dark": ("#24655f", "#3c93bd", "#8fa4f4", "#f1d3fb"),
+}
+# What matplotlib is given; in the page these become variables. No figure uses such a colour otherwise.
+INK, MUTED, LINE, ACCENT, PLAIN, WARM, PAGE = (f"#fe00{i:02x}" for i in range(7))
+_NAMES = dict(
+    zip(
+        (INK, MUTED, LINE, ACCENT, PLAIN, WARM, PAGE),
+        ("ink", "muted", "line", "accent", "plain", "warm", "page"),
+        strict=True,
+    )
+)
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+# Drawn with a font that comes with matplotlib; the page says which one is shown.
+RC = {
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 12,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 12,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlepad": 8,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": LINE,
+    "grid.linewidth": 1,
+    "xtick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "xtick.major.size": 4,
+    "xtick.minor.size": 0,
+    "ytick.color": LINE,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "xtick.labelsize": 12,
+    "ytick.labelsize": 12,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+    "lines.markersize": 6,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+def bucket_color(bucket: int) -> str:
+    """The colour to draw a bucket with; at most 256 of them differ."""
+    return f"#fd00{bucket % 256:02x}"
+
+
+def ramp(theme: str, num_colors: int) -> list[str]:
+    """Colours from short to long, as ``#rrggbb``."""
+    stops = [tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in RAMPS[theme]]
+    colors = []
+    for number in range(num_colors):
+        at = (len(stops) - 1) * (number / (num_colors - 1) if num_colors > 1 else 0.5)
+        low = min(int(at), len(stops) - 2)
+        mixed = (a + (b - a) * (at - low) for a, b in zip(stops[low], stops[low + 1], strict=True))
+        colors.append("#" + "".join(f"{round(value):02x}" for value in mixed))
+    return colors
+
+
+def variables(theme: str, num_buckets: int) -> dict[str, str]:
+    """Names and colours of a theme: ``ink``, ... and ``b0``, ``b1``, ..."""
+    buckets = {f"b{k}": color for k, color in enumerate(ramp(theme, num_buckets))}
+    return {**THEMES[theme], **buckets}
+
+
+def style_sheet(num_buckets: int) -> str:
+    """The themes as CSS variables: light, and dark where the reader prefers it."""
+
+    def block(theme: str) -> str:
+        return "".join(f"--{name}:{color};" for name, color in variables(theme, num_buckets).items())
+
+    return (
+        f":root{{color-scheme:light dark;{block('light')}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root{{{block('dark')}}}}}\n"
+    )
+
+
+def inline_svg(figure: Figure, name: str, label: str) -> str:
+    """A figure for the page: colours as variables, sized by the page, ids that no other figure has."""
+    return _svg(figure, name, label, {hex_: f"var(--{variable})" for hex_, variable in _NAMES.items()}, None)
+
+
+def standalone_svg(figure: Figure, name: str, label: str, theme: str, num_buckets: int) -> str:
+    """A figure as a file of its own, in one theme, on its background."""
+    colors = variables(theme, num_buckets)
+    return _svg(figure, name, label, {hex_: colors[variable] for hex_, variable in _NAMES.items()}, colors)
+
+
+def _svg(
+    figure: Figure, name: str, label: str, names: Mapping[str, str], theme: Mapping[str, str] | None
+) -> str:
+    import matplotlib
+
+    text = StringIO()
+    with matplotlib.rc_context():
+        matplotlib.rcParams.update(RC)  # ticks are made, and styled, while drawing
+        matplotlib.rcParams["svg.hashsalt"] = name
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # The style would reach beyond the figure; these are the defaults that lines need.
+    svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", FONT, svg)
+    svg = re.sub(r"#fe00[0-9a-f]{2}", lambda found: names.get(found[0], found[0]), svg)
+    svg = re.sub(
+        r"#fd00([0-9a-f]{2})",
+        lambda found: f"var(--b{int(found[1], 16)})" if theme is None else theme[f"b{int(found[1], 16)}"],
+        svg,
+    )
+    width, height = (round(72 * inches) for inches in figure.get_size_inches())
+    size = "" if theme is None else f' width="{width}" height="{height}"'
+    background = "" if theme is None else f'<rect width="100%" height="100%" fill="{theme["page"]}"/>'
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"{size} '
+        f'viewBox="0 0 {width} {height}" role="img" aria-label="{label}" '
+        f'style="stroke-linejoin:round;stroke-linecap:butt">{background}'
+    )
+    return re.sub(r"<svg\b[^>]*>", lambda found: opening, svg, count=1).replace("\n", "")
