@@ -143,11 +143,22 @@ def estimate_efficiency(histogram: Histogram, buckets: Buckets, budget: TokenBud
     return Estimator(histogram, budget, lookahead).efficiency(buckets.boundaries)
 
 
-def sorted_efficiency(histogram: Histogram, budget: TokenBudget) -> float:
-    """Efficiency of packing all samples from the longest to the shortest: what boundaries can approach."""
+def sorted_efficiency(histogram: Histogram, budget: TokenBudget, boundaries: tuple[int, ...]) -> float:
+    """Efficiency of packing sorted samples from the longest: what a shuffle can only approach.
+
+    Sorted as a whole or within each bucket, whichever is better: a bucket spares batches across its boundary.
+    """
     rows = budget.max_rows(histogram.lengths).tolist()
     padded = budget.padded_length(histogram.lengths).tolist()
-    left = histogram.counts.tolist()
+    counts = histogram.counts.tolist()
+    at = np.searchsorted(histogram.lengths, boundaries, side="right").tolist()
+    apart = sum(_sorted_padding(rows[a:b], padded[a:b], counts[a:b]) for a, b in pairwise(at))
+    return histogram.num_tokens / min(apart, _sorted_padding(rows, padded, counts))
+
+
+def _sorted_padding(rows: list[int], padded: list[int], counts: list[int]) -> int:
+    """Padded tokens of batches cut from the longest of sorted samples; all by distinct length, ascending."""
+    left = counts.copy()
     total, at = 0, len(left) - 1
     while at >= 0:
         full, opened = divmod(left[at], rows[at])
@@ -162,4 +173,4 @@ def sorted_efficiency(histogram: Histogram, budget: TokenBudget) -> float:
             at -= left[at] == 0
         if opened:
             total += (rows[longest] - missing) * padded[longest]
-    return histogram.num_tokens / total
+    return total

@@ -75,8 +75,9 @@ class OptimizeResult:
         boundaries: ``(0, b1, ..., bK)``, strictly ascending.
         padding_efficiency: Expected real tokens over padded tokens at lookahead 1.
         lookahead_padding_efficiency: The same at the lookahead asked for.
-        curve: ``(number of buckets, padding efficiency)`` of the best boundaries of up to each number.
-        lower_bound_efficiency: Efficiency of sorted packing, the limit for any boundaries.
+        curve: ``(number of buckets, padding efficiency)`` of the best boundaries of up to each number, on
+            the grid.
+        lower_bound_efficiency: Efficiency of sorted packing, the limit without any shuffle.
         grid_step: 1 when every distinct length was a candidate; else the widest run of lengths, in tokens, of
             which only the last was one (before the descent).
         notes: What a person should know, such as fewer buckets than asked for.
@@ -142,18 +143,15 @@ def optimize(
     if num_buckets != "auto" and num_buckets < 1:
         raise UserError(f"{num_buckets} buckets are too few: use at least 1, or auto")
     search = _Search(histogram, budget, optimize_for_lookahead)
-    given = (
-        None if boundaries is None else Buckets.from_upper_bounds(boundaries, histogram.longest).boundaries
-    )
+    given = None
+    if boundaries is not None:
+        given = Buckets.from_upper_bounds(boundaries, histogram.longest).boundaries
     wanted = num_buckets if given is None else len(given) - 1
-    ladder = search.ladder(wanted)
-    count = _enough(ladder) if wanted == "auto" else min(wanted, len(ladder))
+    count = search.climb(wanted)
     alternatives = {name: choose(histogram, count) for name, choose in ALTERNATIVES.items()}
-    others = [*alternatives.values(), equal_width(histogram, count)]
-    best = search.best(ladder[count - 1][0], others)
+    best = search.best(count, [*alternatives.values(), equal_width(histogram, count)])
     efficiency = search.shuffled.efficiency
-    curve = [e for _, e in ladder]
-    curve[count - 1] = efficiency(best)
+    curve = {k: efficiency(search.ladder[k - 1]) for k in search.curve(count)} | {count: efficiency(best)}
     chosen = best if given is None else given
     ahead = search.shuffled if lookahead == 1 else Estimator(histogram, budget, lookahead)
     return OptimizeResult(
@@ -164,12 +162,12 @@ def optimize(
         padding_efficiency=efficiency(chosen),
         lookahead_padding_efficiency=ahead.efficiency(chosen),
         buckets=_bucket_stats(search.shuffled, chosen),
-        curve=tuple(enumerate(curve, start=1)),
+        curve=tuple(sorted(curve.items())),
         alternatives={
             name: Alternative(boundaries=b, padding_efficiency=efficiency(b))
             for name, b in alternatives.items()
         },
-        lower_bound_efficiency=sorted_efficiency(histogram, budget),
+        lower_bound_efficiency=sorted_efficiency(histogram, budget, chosen),
         grid_step=search.grid_step,
         notes=_notes(histogram, wanted, best, given, efficiency(best)),
         seconds=time.perf_counter() - began,
@@ -177,52 +175,68 @@ def optimize(
 
 
 class _Search:
-    """One objective over one histogram."""
+    """One objective over one histogram.
+
+    Attributes:
+        ladder: The best boundaries of up to 1, 2, ... buckets.
+        grid_step: See :class:`OptimizeResult`.
+    """
 
     def __init__(self, histogram: Histogram, budget: TokenBudget, lookahead: int) -> None:
         self.histogram, self.budget, self.lookahead = histogram, budget, lookahead
         self.shuffled = Estimator(histogram, budget, 1)
         self.objective = self.shuffled if lookahead == 1 else Estimator(histogram, budget, lookahead)
+        self.ladder: list[Boundaries] = []
         self.grid_step = 1
         self.step = 0  # first step of the descent, in distinct lengths
 
-    def ladder(self, wanted: int | Literal["auto"]) -> list[tuple[Boundaries, float]]:
-        """The best boundaries of up to 1, 2, ... buckets, with their efficiency at lookahead 1."""
-        rungs: list[tuple[Boundaries, float]] = []
-        lowest = np.inf
-        for boundaries in self._partitions(wanted):
-            if (cost := self.objective.cost(boundaries)) < lowest or not rungs:
-                lowest, rung = cost, (boundaries, self.shuffled.efficiency(boundaries))
-            rungs.append(rung)
-            most = MAX_AUTO_BUCKETS if wanted == "auto" and _enough(rungs) == len(rungs) else wanted
-            if len(rungs) >= max(CURVE_BUCKETS, 0 if most == "auto" else most):
+    def climb(self, wanted: int | Literal["auto"]) -> int:
+        """Fill the ladder; the number of buckets to take."""
+        lowest, enough = np.inf, None
+        for boundaries, cost in self._partitions(0 if wanted == "auto" else wanted):
+            # Equal but for rounding: as many buckets as asked for.
+            if not self.ladder or cost <= lowest * (1.0 + 1e-12):
+                rung = boundaries
+            lowest = min(lowest, cost)
+            self.ladder.append(rung)
+            height = len(self.ladder)
+            if wanted == "auto" and enough is None and height > 1:
+                before, now = (self.shuffled.efficiency(rung) for rung in self.ladder[-2:])
+                enough = height - 1 if now - before < AUTO_GAIN else None
+            limit = MAX_AUTO_BUCKETS if wanted == "auto" else wanted
+            done = enough is not None or height >= limit
+            if done and height >= CURVE_BUCKETS:
                 break
-        return rungs
+        return min((enough or len(self.ladder)) if wanted == "auto" else wanted, len(self.ladder))
 
-    def best(self, boundaries: Boundaries, others: Sequence[Boundaries]) -> Boundaries:
+    def curve(self, count: int) -> range:
+        """The rungs whose efficiency to tell."""
+        return range(1, 1 + min(len(self.ladder), max(CURVE_BUCKETS, min(count + 1, MAX_AUTO_BUCKETS))))
+
+    def best(self, count: int, others: Sequence[Boundaries]) -> Boundaries:
         """The cheapest, and from there down to the next local minimum at full resolution."""
-        best = min([boundaries, *others], key=self.objective.cost)
+        best = min([self.ladder[count - 1], *others], key=self.objective.cost)
         return coordinate_descent(best, self.histogram, self.objective.cost, self.step)
 
-    def _partitions(self, wanted: int | Literal["auto"]) -> Iterator[Boundaries]:
+    def _partitions(self, least: int) -> Iterator[tuple[Boundaries, float]]:
+        """The best boundaries of exactly 1, 2, ... (``least`` or more) buckets, and their cost on the grid."""
         lengths = self.histogram.lengths
         if self.budget.padding == "boundary":
-            for ends, _ in static_partitions(self.histogram, self.budget):
-                yield (0, *lengths[ends - 1].tolist())
+            for ends, cost in static_partitions(self.histogram, self.budget):
+                yield (0, *lengths[ends - 1].tolist()), cost
             return
-        num_cells = SHUFFLED_GRID if self.lookahead == 1 else WINDOWED_GRID
-        num_cells = max(num_cells, 2 * (MAX_AUTO_BUCKETS if wanted == "auto" else wanted))
+        num_cells = max(SHUFFLED_GRID if self.lookahead == 1 else WINDOWED_GRID, 2 * least)
         grid = Estimator(self.histogram, self.budget, self.lookahead, num_cells)
         ends = grid.cells.ends
         widest = int(np.diff(ends).max())
         if widest > 1:
             self.grid_step = int((lengths[ends[1:] - 1] - lengths[ends[:-1]]).max()) + 1
             self.step = max(1, widest // 2)
-        for cells in partitions(grid.table()):
-            yield (0, *lengths[ends[cells] - 1].tolist())
+        for cells, cost in partitions(grid.table()):
+            yield (0, *lengths[ends[cells] - 1].tolist()), cost
 
 
-def partitions(cost: FloatArray) -> Iterator[IntArray]:
+def partitions(cost: FloatArray) -> Iterator[tuple[IntArray, float]]:
     """The cheapest 1, 2, ... consecutive ranges that cover all cells.
 
     Args:
@@ -230,7 +244,7 @@ def partitions(cost: FloatArray) -> Iterator[IntArray]:
             shape (X + 1, X + 1).
 
     Yields:
-        The last cell of each range, ascending int64, shape (K,), for K up to X.
+        The last cell of each range, ascending int64, shape (K,), and their cost, for K up to X.
     """
     num_cells = len(cost) - 1
     total = cost[0]  # of the cells up to each, in K ranges
@@ -243,14 +257,7 @@ def partitions(cost: FloatArray) -> Iterator[IntArray]:
         ends = [num_cells]
         for before in reversed(came_from):
             ends.append(int(before[ends[-1]]))
-        yield np.array(ends[::-1], np.int64)
-
-
-def _enough(ladder: Sequence[tuple[Boundaries, float]]) -> int:
-    """The smallest number of buckets whose next one gains too little."""
-    gains = np.diff([efficiency for _, efficiency in ladder])
-    small = np.flatnonzero(gains < AUTO_GAIN)
-    return int(small[0]) + 1 if len(small) else len(ladder)
+        yield np.array(ends[::-1], np.int64), float(total[-1])
 
 
 def _bucket_stats(estimator: Estimator, boundaries: Boundaries) -> tuple[BucketStats, ...]:
@@ -292,6 +299,9 @@ def _notes(
         return (f"the best {found} boundaries would be {inner}, with padding efficiency {efficiency:.4f}",)
     if wanted == "auto" or found == wanted:
         return ()
+    why = "a further one would cost more than it saves"
     if distinct < wanted:
-        return (f"{found} buckets instead of {wanted}: there are only {distinct} distinct lengths",)
-    return (f"{found} buckets instead of {wanted}: a further one would cost more than it saves",)
+        why = (
+            "all samples have one length" if distinct == 1 else f"there are only {distinct} distinct lengths"
+        )
+    return (f"{found} bucket{'s' * (found > 1)} instead of {wanted}: {why}",)

@@ -14,6 +14,10 @@ y closes a batch of n rows when M_n or y exceeds ``c(n+1)``, so G is the fixed p
     h    = sum over n of P(N >= n) - P(M_n <= c(n+1)).
 
 Costs follow by renewal: the cost of a row is E[N f(M_N)] / E[N], where f is the cost of a padded row.
+
+Batches of thousands of rows are not counted one by one: the sizes n_j go in steps s_j of at most 1/64 of
+the size, and between two of them the limit is that of the middle, c_j. A batch that has n_j rows up to c_j
+then takes a further row at a time while it stays below c_j. With s_j = 1 these are the sums above.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from shardgen.cells import Cells, FloatArray, IntArray
 # Batch sizes and longest rows that are rarer than this are left out of the sums.
 RARE = 1e-12
 # Each damped step keeps at most a third of the error: closing rows make long and short first rows alternate.
-FIRST_ROW_STEPS = 6
+FIRST_ROW_STEPS = 8
+# Batch sizes are counted in steps of their size over this.
+SIZE_STEPS = 64
 
 
 def shuffled_rows(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -67,47 +73,66 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
         return up_to_share
 
     most = _most_rows(cells, lower, fewest, share)  # (L,), not rising
-    sizes = np.arange(fewest, most[0] + 2)  # n, and one beyond: (T + 1,)
-    at_limit = share(cells.count_allowing(sizes)[None, :])  # F(c(n)), (L, T + 1)
+    sizes = _sizes(fewest, int(most[0]))  # n_j, and one beyond: (T + 1,)
+    steps = np.diff(sizes)
+    middle = sizes[:-1] + (steps + 1) // 2
+    at_limit = share(cells.count_allowing(middle)[None, :])  # F(c_j), (L, T)
     log = np.log(np.maximum(at_limit, np.finfo(float).tiny))
-    fill = np.exp((sizes[:-1] - 1) * log[:, :-1])  # F(c(n))^(n-1), (L, T)
-    fill_next = np.exp((sizes[:-1] - 1) * log[:, 1:])  # F(c(n+1))^(n-1)
-    first = at_limit  # G(c(n))
+    fill = np.exp((sizes[:-1] - 1) * log)  # F(c_j)^(n_j - 1)
+    through = np.exp(steps * log)  # F(c_j)^s_j
+    tries = np.where(
+        steps == 1, 1.0, (1.0 - through) / np.maximum(1.0 - at_limit, 1e-300)
+    )  # rows tried below c_j
+    first = at_limit  # G(c_j)
     for _ in range(FIRST_ROW_STEPS):
-        stays = first[:, 1:] * fill_next  # P(M_n <= c(n+1)), (L, T)
-        closes = (first[:, :-1] * fill - stays).sum(axis=1, keepdims=True)
-        slope = closes + _from_right(stays)
-        level = _from_right(stays * at_limit[:, 1:])
-        first = 0.5 * (first + at_limit * slope - level)  # (L, T + 1)
-    reach = first[:, :-1] * fill  # P(N >= n), (L, T)
-    reach[:, 0] = 1.0
+        stays = first * fill  # P(N >= n_j, M <= c_j), (L, T)
+        reach = np.concatenate((np.ones((len(lower), 1)), (stays * through)[:, :-1]), axis=1)  # P(N >= n_j)
+        closes = (reach - stays).sum(axis=1, keepdims=True)
+        slope = closes + _from_right(stays * tries)
+        level = _from_right(stays * tries * at_limit)
+        first = 0.5 * (first + at_limit * slope[:, :-1] - level[:, :-1])
+    stays = first * fill
+    added = stays * at_limit * tries  # rows that a batch takes on its way from n_j to n_(j+1)
 
-    # E[N f(M_N)] = f(upper) E[N] - sum over cells x below upper of E[N; M_N <= x] (f(x + 1) - f(x)), where
-    # E[N; M_N <= x] = sum over n < m(x) of n H(n, x) (1 - F(c(n+1))) + m H(m, x) + sum over n > m(x) of P(N
-    # >= n) with m(x) = max_rows(x) and H(n, x) = G(x) F(x)^(n-1).
-    mean_rows = fewest - 1 + reach.sum(axis=1)
+    # E[N f(M_N)] = f(upper) E[N] - sum over cells x below upper of E[N; M_N <= x] (f(x + 1) - f(x)). With J
+    # the first j whose c_j is below x and H_j(x) = G(x) F(x)^(n_j - 1), E[N; M_N <= x] is the sum over j < J
+    # of n H_j(x) (1 - F(c_j)) for each row tried, plus n_J H_J(x), plus the rows added from J on.
+    mean_rows = fewest + added.sum(axis=1)
     value = mean_rows[:, None] * cells.value[upper, :2]
-    inside = np.searchsorted(-cells.rows[1:upper], -sizes, side="right")  # cells with m(x) >= n, (T + 1,)
-    value -= reach @ (cells.value[upper, :2] - cells.value[inside[:-1] + 1, :2])
+    inside = np.searchsorted(-cells.rows[1:upper], -middle, side="right")  # cells up to c_j
+    value -= added @ (cells.value[upper, :2] - cells.value[inside + 1, :2])
 
-    begin = int(
-        np.searchsorted(cells.count, count - (1.0 - RARE ** (1.0 / max(fewest - 1, 1))) / per_sample[0])
-    )
-    begin = max(min(begin, upper - 1), 1)
-    step = np.diff(cells.value[begin : upper + 1, :2], axis=0)  # (x, 2)
+    reachable = (1.0 - RARE ** (1.0 / max(fewest - 1, 1))) / per_sample[0]
+    begin = max(min(int(np.searchsorted(cells.count, count - reachable)), upper - 1), 1)
+    rise = np.diff(cells.value[begin : upper + 1, :2], axis=0)  # (x, 2)
     below = share(cells.count[None, begin:upper])  # F(x), (L, x)
-    column = np.clip(cells.rows[begin:upper] - fewest, 0, len(sizes) - 1)
-    shape = (below * slope[:, column] - level[:, column]) * _power(below, fewest - 1)  # H(fewest, x)
-    inside = np.maximum(inside - (begin - 1), 0)
-    alive = np.searchsorted(-most, -sizes, side="right")  # buckets with batches of n rows
-    for j, n in enumerate(sizes[:-1].tolist()):
-        here, rest, last = alive[j], inside[j + 1], inside[j]
-        sums = shape[:here, rest:last] @ step[rest:last]
+    column = np.searchsorted(middle, cells.rows[begin:upper], side="right")  # J
+    shape = (below * slope[:, column] - level[:, column]) * _power(below, fewest - 1)  # H_0(x)
+    inside = np.append(upper - begin, np.maximum(inside - (begin - 1), 0))
+    alive = np.searchsorted(-most, -sizes, side="right")  # buckets with batches of n_j rows
+    for j, (n, step) in enumerate(zip(sizes[:-1].tolist(), steps.tolist(), strict=True)):
+        here, last, rest = alive[j], inside[j], inside[j + 1]
+        value[:here] -= n * (shape[:here, rest:last] @ rise[rest:last])
         if rest:
-            sums += (1.0 - at_limit[:here, j + 1, None]) * (shape[:here, :rest] @ step[:rest])
-            shape[:here, :rest] *= below[:here, :rest]
-        value[:here] -= n * sums
+            kept, share_below = shape[:here, :rest], below[:here, :rest]
+            closing = (n + 0.5 * (step - 1)) * (1.0 - at_limit[:here, j, None])
+            if step == 1:
+                value[:here] -= closing * (kept @ rise[:rest])
+                kept *= share_below
+            else:
+                stay = _power(share_below, step)
+                tried = (1.0 - stay) / np.maximum(1.0 - share_below, 1e-300)
+                value[:here] -= closing * ((kept * tried) @ rise[:rest])
+                kept *= stay
     return mean_rows, value / mean_rows[:, None]
+
+
+def _sizes(fewest: int, most: int) -> IntArray:
+    """Batch sizes from ``fewest`` to beyond ``most``, int64, shape (T + 1,)."""
+    sizes = [fewest]
+    while sizes[-1] <= most:
+        sizes.append(sizes[-1] + max(1, sizes[-1] // SIZE_STEPS))
+    return np.array(sizes, np.int64)
 
 
 def _most_rows(

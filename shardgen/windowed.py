@@ -23,7 +23,7 @@ from shardgen.cells import Cells, FloatArray, IntArray
 NUM_BATCHES = 512
 MIN_CHAINS = 2
 # More leaves next to no padding to estimate, and takes as many steps.
-MAX_LOOKAHEAD = 1024
+MAX_LOOKAHEAD = 4096
 # Ranks are compared in steps of one row over this.
 RANK_STEPS = 65536
 
@@ -74,6 +74,7 @@ def windowed_rows(
             spent[todo] += 0.5 * windows * padding
             amount = amount * (0.5 * (kept + kept_short))
         num_chains = max(MIN_CHAINS, num_chains // 4)  # rounds matter less and less
+    spent = np.minimum(spent, total[:, None] * cells.value[upper])  # no row costs more than the longest
     return total / spent[:, 2], spent[:, 0] / total, spent[:, 1] / total
 
 
