@@ -97,7 +97,7 @@ def build(
     began = time.perf_counter()
     progress = progress or Progress()
     options.policies()  # refuse a senseless limit before anything is read
-    from shardgen.write import check_format
+    from shardgen.upstream import check_format
 
     check_format(options.compression, options.hashes)
     sources = open_sources(inputs, options.split)

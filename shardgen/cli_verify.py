@@ -47,7 +47,8 @@ def verify_command(
         click.echo(json.dumps(report))
     if result.problems:
         raise UserError(
-            f"{directory} is not as it was built: {len(result.problems)} problems, first: {result.problems[0]}"
+            f"{directory} is not as it was built: {len(result.problems)} problems, "
+            f"first: {result.problems[0]}"
         )
     against = " and equal to the source" if sources else ""
     console.print(

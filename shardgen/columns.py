@@ -112,13 +112,14 @@ def lists_of(array: Any) -> Lists:
     child = plain(array.values.slice(low, high - low))
     starts = np.where(used, starts - low, 0)
     null_item = np.zeros(len(array), np.bool_)
+    no_values: NDArray[np.generic] = np.zeros(len(child), np.int32)  # of a list<null>
     if child.null_count and pa.types.is_null(child.type):
-        null_item, values = used, np.zeros(len(child), np.int32)
+        null_item, values = used, no_values
     else:
         if child.null_count:
             before = np.concatenate([[0], np.cumsum(null_mask(child))])
             null_item = before[starts + num_items] > before[starts]
-        values = np.zeros(0, np.int32) if pa.types.is_null(child.type) else numbers(child)
+        values = no_values if pa.types.is_null(child.type) else numbers(child)
     return Lists(starts=starts, num_items=num_items, null=null, null_item=null_item, values=values)
 
 

@@ -61,7 +61,7 @@ def copy_ranges(
         within = np.arange(total) - np.repeat(np.cumsum(num_bytes) - num_bytes, num_bytes)
         out[np.repeat(at, num_bytes) + within] = source[np.repeat(starts, num_bytes) + within]
         return
-    into, of = memoryview(out), memoryview(source)
+    into, of = memoryview(out.data), memoryview(source.data)
     ends = (at + num_bytes).tolist()
     for a, b, c, d in zip(at.tolist(), ends, starts.tolist(), (starts + num_bytes).tolist(), strict=True):
         into[a:b] = of[c:d]

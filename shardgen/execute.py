@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def create_shard(directory: str, path: str, num_bytes: int) -> None:
-    """Make a shard of its final size: a full disk shows now, and writing into it is faster (3 GB/s, not 0.4)."""
+    """Make a shard of its final size: a full disk shows now, and writes are faster (3 GB/s, not 0.4)."""
     full = os.path.join(directory, path)
     os.makedirs(os.path.dirname(full), exist_ok=True)
     descriptor = os.open(full, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -111,7 +111,7 @@ class Run:
         A finished shard needs all of its tasks, and a task needs its bytes in every shard that is not
         finished (the others may have been compressed or uploaded since); so drop until nothing changes.
         """
-        from shardgen.write import holds, is_finished
+        from shardgen.finish import holds, is_finished
 
         directory, tasks = self._job.directory, self._prepared.tasks
         results = self._journal.tasks()

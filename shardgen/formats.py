@@ -1,4 +1,4 @@
-"""Source files of every kind behind one reader: independently readable partitions of rows, as record batches."""
+"""Source files of every kind behind one reader: record batches of partitions that can be read alone."""
 
 from __future__ import annotations
 

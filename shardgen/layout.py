@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -231,3 +231,43 @@ def lay_out(sizes: NDArray[np.int64], bucket_counts: NDArray[np.int64], fmt: Sha
         offsets=offsets,
         shards=shards,
     )
+
+
+def token_counts(
+    entry: dict[str, Any], data: NDArray[np.uint8], starts: NDArray[np.int64], tokens_column: str
+) -> NDArray[np.int64]:
+    """Tokens of each sample of a shard, -1 where its header makes no sense.
+
+    Args:
+        entry: Index entry of the shard.
+        data: Bytes of the shard.
+        starts: First byte of each sample, shape (N,).
+        tokens_column: Column of tokens.
+    """
+    names, sizes = entry["column_names"], entry["column_sizes"]
+    encoding = entry["column_encodings"][names.index(tokens_column)]
+    itemsize = np.dtype(encoding.removeprefix("ndarray:")).itemsize
+    variable = [i for i, size in enumerate(sizes) if size is None]
+    at = starts + 4 * len(variable)  # first byte of the first column
+    num_bytes = np.zeros(len(starts), np.int64)
+    word = 0
+    for name, size in zip(names, sizes, strict=True):
+        if size is None:
+            where = starts[:, None] + 4 * word + np.arange(4)
+            num_bytes = data[np.minimum(where, len(data) - 1)].view("<u4")[:, 0].astype(np.int64)
+            word += 1
+        else:
+            num_bytes = np.full(len(starts), size, np.int64)
+        if name == tokens_column:
+            break
+        at = at + num_bytes
+    counts = np.full(len(starts), -1, np.int64)
+    for header in (2, 3, 5):  # one byte, then the shape in 1, 2 or 4
+        tokens = (num_bytes - header) // itemsize
+        fits = (
+            (tokens > 0) & (tokens * itemsize + header == num_bytes) & (array_header_bytes(tokens) == header)
+        )
+        first = data[np.minimum(at, len(data) - 1)]
+        fits &= first == (4 | (header - 1) >> 1)
+        counts[fits] = tokens[fits]
+    return counts

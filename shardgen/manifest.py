@@ -161,8 +161,8 @@ class Manifest:
 
 def fingerprint(
     shards: Iterable[tuple[str, int, int, str]],
-    lengths: NDArray[np.integer],
-    loss_tokens: NDArray[np.integer] | None,
+    lengths: NDArray[np.integer[Any]],
+    loss_tokens: NDArray[np.integer[Any]] | None,
 ) -> str:
     """SHA-256 of the data, hex.
 

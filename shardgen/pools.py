@@ -1,4 +1,4 @@
-"""Who runs the functions of ``shardgen.write``: this process, worker processes, or a Ray cluster."""
+"""Who encodes and finishes: this process, worker processes, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WorkerKilledError(UserError):
 
 
 class Pool(Protocol):
-    """Something that runs functions of ``shardgen.write``.
+    """Something that runs the functions named in :func:`call`.
 
     Attributes:
         slots: Calls worth having under way at once.
@@ -45,10 +45,15 @@ class Pool(Protocol):
 
 
 def call(name: str, args: tuple[Any, ...]) -> Any:
-    """Run a function of ``shardgen.write``."""
-    from shardgen import write
+    """Run one of the functions that do the work, by its name."""
+    from shardgen import finish, write
 
-    return getattr(write, name)(*args)
+    functions = {
+        "run_task": write.run_task,
+        "encode_task": write.encode_task,
+        "finish_shard": finish.finish_shard,
+    }
+    return functions[name](*args)
 
 
 class InlinePool:
@@ -109,7 +114,7 @@ class ProcessPool:
     def __init__(self, workers: int) -> None:
         self.slots = workers
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shardgen.write", "shardgen.read_parquet"])
+        context.set_forkserver_preload(["shardgen.finish", "shardgen.read_parquet"])
         self._idle: list[Connection] = []
         self._busy: dict[Connection, object] = {}
         self._waiting: deque[tuple[object, str, tuple[Any, ...]]] = deque()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 T = TypeVar("T")
-_END = object()
 
 
 def prefetch(items: Iterator[T], depth: int = 1) -> Iterator[T]:
@@ -17,13 +16,13 @@ def prefetch(items: Iterator[T], depth: int = 1) -> Iterator[T]:
     An exception of the source comes out where its item would have been. Leaving the iteration early
     stops the thread before this returns.
     """
-    ready: queue.Queue[object] = queue.Queue(depth)
+    ready: queue.Queue[tuple[T | None, BaseException | None, bool]] = queue.Queue(depth)  # item, error, end
     stop = threading.Event()
 
-    def put(item: object) -> bool:
+    def put(item: T | None, error: BaseException | None = None, end: bool = False) -> bool:
         while not stop.is_set():
             try:
-                ready.put(item, timeout=0.1)
+                ready.put((item, error, end), timeout=0.1)
                 return True
             except queue.Full:
                 continue
@@ -32,20 +31,22 @@ def prefetch(items: Iterator[T], depth: int = 1) -> Iterator[T]:
     def produce() -> None:
         try:
             for item in items:
-                if not put((item, None)):
+                if not put(item):
                     return
-            put(_END)
+            put(None, end=True)
         except BaseException as error:  # handed to the consumer, which raises it
-            put((None, error))
+            put(None, error)
 
     thread = threading.Thread(target=produce, name="shardgen-read", daemon=True)
     thread.start()
     try:
-        while (got := ready.get()) is not _END:
-            item, error = got  # type: ignore[misc]
+        while True:
+            item, error, end = ready.get()
             if error is not None:
                 raise error
-            yield item
+            if end:
+                return
+            yield cast(T, item)
     finally:
         stop.set()
         thread.join()

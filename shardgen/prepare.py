@@ -121,8 +121,9 @@ def lay_out_build(
         null = rows.items[name][samples.rows] < 0
         if null.any():
             raise UserError(
-                f"{rows.where(int(samples.rows[int(null.argmax())]), sources)}: column {name!r} is null or holds a "
-                "null, which a shard cannot store: mend the source, use --on-null skip, or leave the column out"
+                f"{rows.where(int(samples.rows[int(null.argmax())]), sources)}: column {name!r} is null or "
+                "holds a null, which a shard cannot store: mend the source, use --on-null skip, "
+                "or leave the column out"
             )
     progress.start("finding boundaries", 0)
     buckets = find_buckets(samples.lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,7 +112,7 @@ def describe_indexed(path: str, data: list[SourceFile], indices: list[SourceFile
         num_bytes=sum(source.num_bytes for source in (*data, *indices)),
         version=",".join(source.version for source in (*data, *indices)),
         schema=data[0].schema,
-        partition_rows=tuple(b - a for a, b in zip(edges, edges[1:], strict=False)),
+        partition_rows=tuple(b - a for a, b in itertools.pairwise(edges)),
         marks=(tuple(data), tuple(indices)),
     )
 
@@ -124,7 +125,8 @@ def _index(files: tuple[SourceFile, ...], first: int, last: int) -> np.ndarray[A
         num_partitions = len(source.partition_rows)
         for batch in source.batches([name], 0, num_partitions, 1 << 20):
             parts.append(batch.column(0).to_numpy(zero_copy_only=False).astype(np.int64))
-    return np.concatenate([np.zeros(0, np.int64), *parts])[first:last]
+    whole: np.ndarray[Any, np.dtype[np.int64]] = np.concatenate([np.zeros(0, np.int64), *parts])
+    return whole[first:last]
 
 
 def indexed_batches(
@@ -140,8 +142,8 @@ def indexed_batches(
     if outside.any():
         at = int(outside.argmax())
         raise UserError(
-            f"{source.path} row {begin + at}: its index {int(wanted[at])} is outside 0..{int(starts[-1]) - 1}: "
-            "the saved dataset is damaged"
+            f"{source.path} row {begin + at}: its index {int(wanted[at])} is outside "
+            f"0..{int(starts[-1]) - 1}: the saved dataset is damaged"
         )
     step = min(max_rows, INDEXED_ROWS)
     for low in range(0, len(wanted), step):
@@ -154,5 +156,4 @@ def indexed_batches(
         back = np.empty(len(rows), np.int64)
         back[order] = np.arange(len(rows))
         table = pa.Table.from_batches(taken).combine_chunks()
-        for batch in table.take(pa.array(back)).combine_chunks().to_batches():
-            yield batch
+        yield from table.take(pa.array(back)).combine_chunks().to_batches()

@@ -122,8 +122,8 @@ class RowReader:
         new_null = (real == -1) & (said != -1)
         if new_null.any():
             raise UserError(
-                f"{view.where(int(new_null.argmax()))} is null or holds a null ({int(new_null.sum())} such rows "
-                'here): mend the source, or use --on-null skip with --length-column "" so that the first pass sees it'
+                f"{view.where(int(new_null.argmax()))} is null or holds a null "
+                f"({int(new_null.sum())} such rows here): mend the source or use --on-null skip"
             )
         path, first_row = view.task.source.path, view.task.first_row + view.first_row
         check_stored(said, real, path, first_row, self.length_column or self.tokens_column)
@@ -157,8 +157,8 @@ class _Batch:
         bad = null[self.rows]
         if bad.any():
             raise UserError(
-                f"{self.where(int(self.rows[int(bad.argmax())]))}: column {column.name!r} is null or holds a null, "
-                "which a shard cannot store: mend the source or leave the column out of --columns"
+                f"{self.where(int(self.rows[int(bad.argmax())]))}: column {column.name!r} is null or holds a "
+                "null, which a shard cannot store: mend the source or leave the column out of --columns"
             )
 
     def scalars(self, column: Column, array: Any) -> Payload:
@@ -193,7 +193,7 @@ class _Batch:
         if values.dtype == column.dtype or not len(values):
             return np.ascontiguousarray(values.astype(column.dtype, copy=False))
         if column.dtype.kind in "iu":
-            info = np.iinfo(column.dtype)
+            info = np.iinfo(column.dtype.name)
             if int(values.min()) < info.min or int(values.max()) > info.max:
                 self._refuse_values(column, rows, int(info.min), int(info.max))
         return values.astype(column.dtype)
@@ -205,8 +205,9 @@ class _Batch:
             if len(used) and (int(used.min()) < low or int(used.max()) > high):
                 value = int(used.max()) if int(used.max()) > high else int(used.min())
                 raise UserError(
-                    f"{self.where(row)}: value {value} of column {column.name!r} does not fit {column.dtype.name} "
-                    "although the file's statistics say so: the file is damaged; use --token-dtype int64"
+                    f"{self.where(row)}: value {value} of column {column.name!r} does not fit "
+                    f"{column.dtype.name} although the file's statistics say so: "
+                    "the file is damaged; use --token-dtype int64"
                 )
 
 

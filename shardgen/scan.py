@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,8 @@ def _stored_lengths(source: SourceFile, column: str, first: int, last: int) -> N
                 f"{source.path} column {column!r} has type {array.type}, not integers: "
                 'name another --length-column, or --length-column "" for none'
             )
-        null, values = null_mask(array), numbers(array)
-        values = np.where(null, 0, values)
+        null = null_mask(array)
+        values: NDArray[Any] = np.where(null, 0, numbers(array))
         outside = (values < 0) | (values > MAX_LENGTH)
         if outside.any():
             at = int(outside.argmax())
@@ -123,7 +124,8 @@ def scan_lengths(
     for source in sources:
         column = find_length_column(source, tokens_column, length_column)
         num_partitions = len(source.partition_rows)
-        statistics = (source.statistics(tokens_column) if column else None) or [None] * num_partitions
+        unknown: list[ColumnStatistics | None] = [None] * num_partitions
+        statistics = (source.statistics(tokens_column) if column else None) or unknown
         stored = _stored_lengths(source, column, 0, num_partitions) if column else None
         nulls = {name: source.statistics(name) for name in null_columns}
         row = 0
@@ -161,7 +163,7 @@ def scan_lengths(
 
 
 def check_stored(
-    stored: NDArray[np.integer], real: NDArray[np.integer], path: str, first_row: int, column: str
+    stored: NDArray[np.integer[Any]], real: NDArray[np.integer[Any]], path: str, first_row: int, column: str
 ) -> None:
     """Refuse a stale column of lengths, naming the row, the stored and the real length.
 

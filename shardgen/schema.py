@@ -1,4 +1,4 @@
-"""Which columns are stored and as what: types unified over all files, and chosen by value, not by input type."""
+"""Which columns are stored and as what: types unified over all files, chosen by value, not by input type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from shardgen.columns import is_list, is_text, list_lengths, numbers, plain, plain_type
 from shardgen.errors import UserError
-from shardgen.formats import SourceFile
+from shardgen.formats import ColumnStatistics, SourceFile
 from shardgen.layout import Column
 from shardgen.scan import OFFSET_ROWS
 
@@ -58,7 +58,8 @@ def value_range(sources: Sequence[SourceFile], column: str) -> Range:
     """
     found: Range | None = None
     for source in sources:
-        statistics = source.statistics(column) or [None] * len(source.partition_rows)
+        unknown: list[ColumnStatistics | None] = [None] * len(source.partition_rows)
+        statistics = source.statistics(column) or unknown
         for partition, stats in enumerate(statistics):
             if stats is not None and stats.low is not None and stats.high is not None:
                 seen: tuple[int, int] | None = (stats.low, stats.high)

@@ -105,8 +105,11 @@ def write_samples(
 def common_parent(paths: Sequence[str]) -> list[str]:
     """Paths relative to their common parent directory."""
     full = [path if storage.is_remote(path) else os.path.abspath(storage.local_path(path)) for path in paths]
-    parent = os.path.commonprefix([f"{os.path.dirname(path)}/" for path in full]).rpartition("/")[0]
-    return [path[len(parent) :].lstrip("/") for path in full]
+    parts = [path.split("/") for path in full]
+    shared = 0
+    while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+        shared += 1
+    return ["/".join(p[shared:]) for p in parts]
 
 
 def seal(

@@ -36,7 +36,7 @@ def _read_json(path: str) -> Any:
 
 
 def _saved_split(directory: str, split: str | None) -> str | None:
-    """Directory of the split of a dataset that Hugging Face's ``save_to_disk`` wrote, or ``None`` if it is none.
+    """Directory of the split of what Hugging Face's ``save_to_disk`` wrote; ``None`` for any other directory.
 
     Raises:
         UserError: A DatasetDict without ``--split``, or a split that is not there.
@@ -44,7 +44,7 @@ def _saved_split(directory: str, split: str | None) -> str | None:
     listed = storage.join(directory, "dataset_dict.json")
     if storage.kind_of(listed) == "file":
         splits = list(_read_json(listed)["splits"])
-        if split not in splits:
+        if split is None or split not in splits:
             asked = "several splits" if split is None else f"no split {split!r}"
             raise UserError(f"{directory} has {asked} ({', '.join(splits)}): name one with --split")
         return storage.join(directory, split)
@@ -72,7 +72,7 @@ def _glob(pattern: str) -> list[str]:
 
 
 def expand(inputs: Sequence[str], split: str | None = None) -> list[str]:
-    """Files (and saved datasets) named by paths, directories and globs: in their order, each one's files sorted.
+    """Files and saved datasets that paths, directories and globs name: in order, each one's sorted.
 
     Raises:
         UserError: A path does not exist, a directory or pattern holds no data file, or a file comes twice.

@@ -182,7 +182,7 @@ class Staging:
                 os.unlink(path)
 
     def publish(self, manifest: Manifest) -> None:
-        """Seal the directory and put it in the destination's place: one rename, or one swap with an earlier build."""
+        """Seal the directory and put it in its place: one rename, or one swap with an earlier build."""
         manifest.save(self.directory)
         for root, _, _ in os.walk(self.directory):
             fsync_directory(root)

@@ -1,4 +1,4 @@
-"""Check a finished build: every file against its hashes, every sample against its row of ``samples.parquet``."""
+"""Check a finished build: files against their hashes, samples against their rows of ``samples.parquet``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from shardgen.errors import UserError
-from shardgen.layout import array_header_bytes
+from shardgen.layout import token_counts
 from shardgen.manifest import Manifest, fingerprint
-from shardgen.write import decompress, get_hash
+from shardgen.upstream import decompress, get_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Verification:
         self.manifest = Manifest.load(directory)
         self.problems: list[Problem] = []
         self.shards: list[ShardFile] = []
-        self.samples: dict[str, NDArray[np.generic]] = {}
+        self.samples: dict[str, NDArray[Any]] = {}
 
     def add(self, path: str, text: str) -> None:
         self.problems.append(Problem(path=path, text=text))
@@ -112,8 +112,8 @@ class Verification:
         outside = (columns["length"] <= summary.lower) | (columns["length"] > summary.upper)
         if outside.any():
             at = int(outside.argmax())
-            text = f"sample {at} has length {columns['length'][at]}, outside {summary.lower + 1}..{summary.upper}"
-            self.add(path, text)
+            found = columns["length"][at]
+            self.add(path, f"sample {at} has length {found}, outside {summary.lower + 1}..{summary.upper}")
         keys = np.stack([columns[name] for name in ("source_file", "source_row", "source_start")]).astype(
             np.int64
         )
@@ -125,7 +125,7 @@ class Verification:
             at = int((~ascending).argmax()) + 1
             self.add(
                 path,
-                f"sample {at} (file {keys[0, at]} row {keys[1, at]}) repeats or precedes the sample before it",
+                f"sample {at} (file {keys[0, at]} row {keys[1, at]}) repeats or precedes the one before it",
             )
 
     def _check_unique(self) -> None:
@@ -154,8 +154,8 @@ class Verification:
             if (count, len(entries)) != (bucket.num_samples, bucket.num_shards):
                 self.add(
                     path,
-                    f"lists {len(entries)} shards with {count} samples, the manifest counts {bucket.num_shards} with "
-                    f"{bucket.num_samples}",
+                    f"lists {len(entries)} shards with {count} samples, "
+                    f"the manifest counts {bucket.num_shards} with {bucket.num_samples}",
                 )
             for entry in entries:
                 stored = entry["zip_data"] or entry["raw_data"]
@@ -240,46 +240,6 @@ class Verification:
         wrong = found != said
         for at in np.flatnonzero(wrong)[:3].tolist():
             self.add(shard.path, f"sample {at} has {found[at]} tokens, samples.parquet says {said[at]}")
-
-
-def token_counts(
-    entry: dict[str, Any], data: NDArray[np.uint8], starts: NDArray[np.int64], tokens_column: str
-) -> NDArray[np.int64]:
-    """Tokens of each sample of a shard, -1 where its header makes no sense.
-
-    Args:
-        entry: Index entry of the shard.
-        data: Bytes of the shard.
-        starts: First byte of each sample, shape (N,).
-        tokens_column: Column of tokens.
-    """
-    names, sizes = entry["column_names"], entry["column_sizes"]
-    encoding = entry["column_encodings"][names.index(tokens_column)]
-    itemsize = np.dtype(encoding.removeprefix("ndarray:")).itemsize
-    variable = [i for i, size in enumerate(sizes) if size is None]
-    at = starts + 4 * len(variable)  # first byte of the first column
-    num_bytes = np.zeros(len(starts), np.int64)
-    word = 0
-    for name, size in zip(names, sizes, strict=True):
-        if size is None:
-            where = starts[:, None] + 4 * word + np.arange(4)
-            num_bytes = data[np.minimum(where, len(data) - 1)].view("<u4")[:, 0].astype(np.int64)
-            word += 1
-        else:
-            num_bytes = np.full(len(starts), size, np.int64)
-        if name == tokens_column:
-            break
-        at = at + num_bytes
-    counts = np.full(len(starts), -1, np.int64)
-    for header in (2, 3, 5):  # one byte, then the shape in 1, 2 or 4
-        tokens = (num_bytes - header) // itemsize
-        fits = (
-            (tokens > 0) & (tokens * itemsize + header == num_bytes) & (array_header_bytes(tokens) == header)
-        )
-        first = data[np.minimum(at, len(data) - 1)]
-        fits &= first == (4 | (header - 1) >> 1)
-        counts[fits] = tokens[fits]
-    return counts
 
 
 def verify(

@@ -18,8 +18,9 @@ from shardgen.prepare import Prepared, lay_out_build
 from shardgen.reading import RaggedColumnError
 from shardgen.sources import open_sources
 from shardgen.tasks import Task
+from shardgen.upstream import get_hash
 from shardgen.verify import ShardFile, Verification
-from shardgen.write import ShardFiles, WriteJob, get_hash, run_task
+from shardgen.write import ShardFiles, WriteJob, run_task
 
 MAX_NAMED = 10
 
@@ -92,7 +93,7 @@ def _compare_all(verification: Verification, inputs: Sequence[str], split: str |
     expected = [(source["num_rows"]) for source in manifest.sources]
     if [source.num_rows for source in sources] != expected:
         raise UserError(
-            f"--source has files of {[source.num_rows for source in sources]} rows, the build was made from files of "
+            f"--source has files of {[source.num_rows for source in sources]} rows, the build's had "
             f"{expected} rows: name the same inputs in the same order"
         )
     ragged: set[str] = set()

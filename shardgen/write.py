@@ -6,76 +6,26 @@ into the final files: nothing is spilled, joined or moved.
 
 from __future__ import annotations
 
-import importlib.util
-import mmap
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardgen.encode import encode_samples
-from shardgen.errors import UserError
 from shardgen.layout import ShardFormat
 from shardgen.prefetch import prefetch
 from shardgen.reading import RowReader, StoredRows
-from shardgen.tasks import Fragments, ShardInfo, Task, TaskResult
-
-
-def _upstream(name: str) -> ModuleType:
-    """A module of ``streaming.base`` that needs nothing else of streaming.
-
-    Loaded from its file: importing the package takes 4 s and 0.7 GB per process, torch included.
-    """
-    full = f"streaming.base.{name}"
-    if full in sys.modules:
-        return sys.modules[full]
-    package = importlib.util.find_spec("streaming")
-    if package is None or not package.submodule_search_locations:
-        raise UserError("mosaicml-streaming is not installed: pip install 'mosaicml-streaming==0.13.*'")
-    path = os.path.join(package.submodule_search_locations[0], "base", f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"shardgen._streaming_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_compression, _hashing = _upstream("compression"), _upstream("hashing")
-compress, decompress, is_compression = (
-    _compression.compress,
-    _compression.decompress,
-    _compression.is_compression,
-)
-get_compression_extension = _compression.get_compression_extension
-get_hash, is_hash = _hashing.get_hash, _hashing.is_hash
+from shardgen.tasks import Fragments, Task, TaskResult
+from shardgen.upstream import get_hash
 
 # Larger batches fall out of the processor's caches (measured: 8 MB 64k rows/s, 32 MB 44k rows/s).
 BATCH_BYTES = 8 << 20
 # A decoded batch, the next one being decoded, decoder pages, and the encoded copy share the bound.
 BATCHES_PER_MEMORY = 8
 FRAGMENT_HASH = "xxh64"
-GZIP_MAGIC = b"\x1f\x8b"
-
-
-def check_format(compression: str | None, hashes: Sequence[str]) -> None:
-    """Refuse names that upstream does not know."""
-    if compression is not None and not is_compression(compression):
-        raise UserError(f"--compression {compression!r} is unknown: use zstd:3, gz, snappy, br or bz2")
-    for name in hashes:
-        if not is_hash(name):
-            raise UserError(
-                f"--hashes {name!r} is unknown: use xxh64, sha256, md5 or another of hashlib or xxhash"
-            )
-
-
-def shard_name(number: int) -> str:
-    """Basename of a shard before compression."""
-    return f"shard.{number:05}.mds"
 
 
 def batch_rows(task: Task, memory: int) -> int:
@@ -229,97 +179,3 @@ def _write_rows(
         files.write(shard, offset, piece)
         fragments.append((shard, offset, len(piece), int(get_hash(FRAGMENT_HASH, piece), 16)))
     return buffer
-
-
-def _file_info(data: Any, basename: str, hashes: Sequence[str]) -> dict[str, Any]:
-    return {
-        "basename": basename,
-        "bytes": len(data),
-        "hashes": {name: get_hash(name, data) for name in hashes},
-    }
-
-
-def finish_shard(
-    directory: str, path: str, fmt: ShardFormat, header: bytes, num_samples: int, fragments: Fragments
-) -> ShardInfo:
-    """Write the header, check that the file holds what the tasks wrote, hash and compress.
-
-    Args:
-        directory: Directory under construction.
-        path: Shard inside it.
-        fmt: What the shards store.
-        header: Everything before the samples.
-        num_samples: Samples of the shard.
-        fragments: What was written, of this shard only.
-    """
-    full = os.path.join(directory, path)
-    descriptor = os.open(full, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        write_all(descriptor, header, 0)
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            _check_fragments(view, len(header), fragments, full)
-            basename = os.path.basename(path)
-            raw = _file_info(view, basename, fmt.hashes)
-            content_hash = raw["hashes"].get(next(iter(fmt.hashes), "")) or get_hash("xxh64", view)
-            zipped = _compress(full, view, fmt) if fmt.compression else None
-    finally:
-        os.close(descriptor)
-    if zipped is not None:
-        os.unlink(full)
-    entry = {"samples": num_samples, "raw_data": raw, "zip_data": zipped, **fmt.config()}
-    return ShardInfo(entry=entry, content_hash=str(content_hash))
-
-
-def _compress(full: str, view: memoryview, fmt: ShardFormat) -> dict[str, Any]:
-    assert fmt.compression is not None
-    packed = compress(fmt.compression, bytes(view))
-    if packed[:2] == GZIP_MAGIC:  # bytes 4-7 are the time of compression, and no build may depend on a clock
-        packed = packed[:4] + bytes(4) + packed[8:]
-    path = f"{full}.{get_compression_extension(fmt.compression)}"
-    with open(path, "wb") as file:
-        file.write(packed)
-    return _file_info(packed, os.path.basename(path), fmt.hashes)
-
-
-def holds(path: str, fragments: Fragments) -> bool:
-    """Whether a shard under construction holds what was written to it (a crash may have lost it)."""
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return all(
-                int(get_hash(FRAGMENT_HASH, data[at : at + size]), 16) == expected
-                for at, size, expected in zip(
-                    fragments.offsets.tolist(),
-                    fragments.num_bytes.tolist(),
-                    fragments.hashes.tolist(),
-                    strict=True,
-                )
-            )
-    except (OSError, ValueError):
-        return False
-
-
-def is_finished(directory: str, path: str, info: ShardInfo) -> bool:
-    """Whether a shard that was finished earlier is still on disk, whole."""
-    stored = info.entry["zip_data"] or info.entry["raw_data"]
-    full = os.path.join(directory, os.path.dirname(path), stored["basename"])
-    try:
-        with open(full, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            whole = len(data) == stored["bytes"]
-            return whole and all(get_hash(name, data) == value for name, value in stored["hashes"].items())
-    except (OSError, ValueError):
-        return False
-
-
-def _check_fragments(view: memoryview, header_bytes: int, fragments: Fragments, path: str) -> None:
-    """Every byte after the header was written by exactly one task and reads back as it was written."""
-    order = np.argsort(fragments.offsets)
-    at = header_bytes
-    for i in order.tolist():
-        offset, size = int(fragments.offsets[i]), int(fragments.num_bytes[i])
-        if offset != at or int(get_hash(FRAGMENT_HASH, view[at : at + size]), 16) != int(fragments.hashes[i]):
-            raise UserError(
-                f"{path}: bytes {offset}..{offset + size} do not read back as written: check the disk"
-            )
-        at += size
-    if at != len(view):
-        raise UserError(f"{path}: {len(view) - at} bytes at {at} were never written: check the disk")

@@ -34,14 +34,15 @@ READ_WITH_STOCK = """
 import json, sys
 from streaming import StreamingDataset
 dataset = StreamingDataset(local=sys.argv[1], batch_size=1)
-by_id = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in dataset[i].items()} for i in range(len(dataset))]
+plain = lambda value: value.tolist() if hasattr(value, "tolist") else value
+by_id = [{k: plain(v) for k, v in dataset[i].items()} for i in range(len(dataset))]
 iterated = sorted(sample["row"] for sample in dataset)
 print(json.dumps([by_id, iterated]))
 """
 
 
 def stock_samples(directory):
-    """All samples by id, and the row numbers that an epoch yields, by stock StreamingDataset in a new process."""
+    """All samples by id, and the row numbers that an epoch yields, by stock StreamingDataset."""
     found = subprocess.run(
         [sys.executable, "-c", READ_WITH_STOCK, str(directory)], capture_output=True, text=True, timeout=120
     )
@@ -165,7 +166,7 @@ def test_policies_for_a_row_over_the_budget(tmp_path, long_row, policy, count, l
 def test_the_limit_is_the_smaller_of_max_length_and_the_padded_budget(tmp_path):
     path = write_parquet(tmp_path / "in.parquet", table(token_rows([30, 20])))
     with pytest.raises(
-        UserError, match="30 tokens, above the limit of --token-budget 30 with --pad-to-multiple-of 8"
+        UserError, match=r"30 tokens, above the limit of --token-budget 30 with --pad-to-multiple-of 8"
     ):
         make(path, tmp_path / "out", token_budget=30, pad_to_multiple_of=8)
     manifest = make(path, tmp_path / "out", token_budget=64, max_length=25, over_length="truncate")
@@ -187,7 +188,7 @@ def test_splitting_keeps_every_token_in_order(tmp_path):
         strict=True,
     ):
         parts.setdefault(row, {})[start] = sample["input_ids"].tolist()
-    assert [sum((parts[i][s] for s in sorted(parts[i])), []) for i in range(4)] == rows
+    assert [[t for s in sorted(parts[i]) for t in parts[i][s]] for i in range(4)] == rows
 
 
 def test_rows_without_tokens(tmp_path):
@@ -197,7 +198,7 @@ def test_rows_without_tokens(tmp_path):
     manifest = make(path, tmp_path / "out", on_empty="skip")
     assert (manifest.counts["skipped_empty"], manifest.num_samples) == (2, 2)
     only = write_parquet(tmp_path / "only.parquet", table([[], []]))
-    with pytest.raises(UserError, match="no sample is left of 2 rows"):
+    with pytest.raises(UserError, match=r"no sample is left of 2 rows"):
         make(only, tmp_path / "none", on_empty="skip")
 
 
@@ -224,14 +225,14 @@ def test_a_stale_length_column_is_found(tmp_path, stored, message, workers):
 def test_a_stale_length_of_a_dropped_row_is_found_too(tmp_path):
     source = table(token_rows([3, 4, 5]), seq_len=pa.array([3, 99, 5], pa.int32()))
     path = write_parquet(tmp_path / "in.parquet", source)
-    with pytest.raises(UserError, match="row 1: column 'seq_len' says 99 tokens but the row has 4"):
+    with pytest.raises(UserError, match=r"row 1: column 'seq_len' says 99 tokens but the row has 4"):
         make(path, tmp_path / "out", max_length=10, over_length="drop")
 
 
 def test_a_mask_of_another_length_is_refused(tmp_path):
     source = table([[1, 2], [3]], mask=pa.array([[1], [1, 1]], pa.list_(pa.uint8())))
     path = write_parquet(tmp_path / "in.parquet", source)
-    with pytest.raises(UserError, match="in.parquet row 0: column 'mask' has 1 values for 2 tokens"):
+    with pytest.raises(UserError, match=r"in.parquet row 0: column 'mask' has 1 values for 2 tokens"):
         make(path, tmp_path / "out", loss_mask_column="mask")
 
 
@@ -258,7 +259,7 @@ def test_foreign_files_are_never_touched(tmp_path, source, out, overwrite):
     (tmp_path / "foreign" / "deep" / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("a file")
     before = snapshot(tmp_path)
-    with pytest.raises(UserError, match="--out"):
+    with pytest.raises(UserError, match=r"--out"):
         make([tmp_path / "data"], tmp_path / out, overwrite=overwrite)
     assert snapshot(tmp_path) == before
 
@@ -267,7 +268,7 @@ def test_a_build_is_replaced_only_by_overwrite_and_only_when_it_holds_nothing_el
     out = tmp_path / "out"
     make(source, out, boundaries=(50, 100))
     before = snapshot(out)
-    with pytest.raises(UserError, match="holds a finished build: use --overwrite"):
+    with pytest.raises(UserError, match=r"holds a finished build: use --overwrite"):
         make(source, out, boundaries=(20, 100))
     (out / "bucket-00" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"not of the build \(such as bucket-00/notes.txt\)"):
@@ -285,7 +286,7 @@ def test_a_failed_overwrite_leaves_the_earlier_build(tmp_path, source):
     make(source, out)
     before = snapshot(out)
     bad = write_parquet(tmp_path / "bad.parquet", table([[1, 2]], seq_len=pa.array([1], pa.int32())))
-    with pytest.raises(UserError, match="stale"):
+    with pytest.raises(UserError, match=r"stale"):
         make(bad, out, overwrite=True)
     assert snapshot(out) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "data", "out"]
@@ -404,7 +405,7 @@ def test_a_killed_build_is_no_dataset_and_can_go_on(tmp_path, source, number, wo
         assert len(stderr.strip().splitlines()) == 1
         assert "error: interrupted" in stderr and "--resume" in stderr
     assert not out.exists()
-    with pytest.raises(UserError, match="is not a dataset: no manifest.json"):
+    with pytest.raises(UserError, match=r"is not a dataset: no manifest.json"):
         Manifest.load(out)
     again = run_cli("build", *call)
     assert again.returncode == 1 and "holds a killed build: use --resume" in again.stderr
@@ -530,7 +531,7 @@ def test_a_full_disk(tmp_path, source, workers, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left on device") as caught:
+    with pytest.raises(OSError, match=r"No space left on device") as caught:
         make(source, tmp_path / "out", workers=workers)
     assert str(tmp_path) in str(caught.value.filename)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data"]
@@ -563,7 +564,7 @@ def test_two_builds_of_one_destination_exclude_each_other(tmp_path, source):
     first = Staging(str(tmp_path / "out"))
     first.open(resume=False, overwrite=False)
     try:
-        with pytest.raises(UserError, match="another build of .*/out is running"):
+        with pytest.raises(UserError, match=r"another build of .*/out is running"):
             make(source, tmp_path / "out")
     finally:
         first.discard()

@@ -15,8 +15,8 @@ KEYS = {
 }  # fmt: skip
 OPTIONS = {
     "token_budget", "max_batch_size", "padding", "pad_to_multiple_of", "cost_budget", "quadratic_length",
-    "overhead_tokens", "lookahead", "optimize_for_lookahead", "buckets", "max_length", "over_length", "on_empty",
-    "on_null", "token_dtype", "shard_size", "compression", "hashes",
+    "overhead_tokens", "lookahead", "optimize_for_lookahead", "buckets", "max_length", "over_length",
+    "on_empty", "on_null", "token_dtype", "shard_size", "compression", "hashes",
 }  # fmt: skip
 
 
@@ -62,9 +62,9 @@ def test_saved_and_loaded_it_is_the_same(built, tmp_path):
 
 
 def test_a_directory_without_one_is_no_dataset(tmp_path):
-    with pytest.raises(UserError, match="is not a dataset: no manifest.json"):
+    with pytest.raises(UserError, match=r"is not a dataset: no manifest.json"):
         Manifest.load(tmp_path)
-    with pytest.raises(UserError, match="is not a dataset: no manifest.json"):
+    with pytest.raises(UserError, match=r"is not a dataset: no manifest.json"):
         Manifest.load(tmp_path / "missing")
 
 
@@ -91,7 +91,7 @@ def test_a_damaged_one_is_refused(built, change, message):
 @pytest.mark.parametrize("text", ["", "[]", "{", "not json"])
 def test_one_that_is_no_json_object_is_refused(built, text):
     (built / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match="manifest.json"):
+    with pytest.raises(UserError, match=r"manifest.json"):
         Manifest.load(built)
 
 

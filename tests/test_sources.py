@@ -1,5 +1,6 @@
 """Every kind of source and of Arrow typing gives the same rows, and bad ones are named."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def typed(tokens, mask, chunks=None, rows=ROWS, masks=MASK) -> pa.Table:
     if chunks is None:
         return whole
     edges = np.cumsum([0, *chunks])
-    return pa.concat_tables([whole.slice(a, b - a) for a, b in zip(edges, edges[1:], strict=False)])
+    return pa.concat_tables([whole.slice(a, b - a) for a, b in itertools.pairwise(edges)])
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_a_dataset_dict_asks_for_a_split(tmp_path):
     (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     with pytest.raises(UserError, match=r"several splits \(train, test\): name one with --split"):
         make(tmp_path / "saved", tmp_path / "out")
-    with pytest.raises(UserError, match="no split 'dev'"):
+    with pytest.raises(UserError, match=r"no split 'dev'"):
         make(tmp_path / "saved", tmp_path / "out", split="dev")
     assert make(tmp_path / "saved", tmp_path / "out", split="test").num_samples == 2
 
@@ -261,7 +262,7 @@ def test_nulls_are_refused_by_row_or_skipped_and_counted(tmp_path, write, with_l
     if with_lengths:
         columns["seq_len"] = pa.array([2, 2, 1, 2], INT32)
     path = write(tmp_path / "in", pa.table(columns))
-    with pytest.raises(UserError, match="in row 1 is null or holds a null"):
+    with pytest.raises(UserError, match=r"in row 1 is null or holds a null"):
         make(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     manifest = make(path, tmp_path / "out", on_null="skip", boundaries=(2,))
@@ -273,7 +274,7 @@ def test_nulls_are_refused_by_row_or_skipped_and_counted(tmp_path, write, with_l
 def test_a_null_length_is_a_null_row(tmp_path):
     source = table(token_rows([3, 4, 5]), seq_len=pa.array([3, None, 5], INT32))
     path = write_parquet(tmp_path / "in.parquet", source)
-    with pytest.raises(UserError, match="in.parquet row 1 is null"):
+    with pytest.raises(UserError, match=r"in.parquet row 1 is null"):
         make(path, tmp_path / "out")
     manifest = make(path, tmp_path / "out", on_null="skip")
     assert (manifest.num_samples, manifest.num_tokens, manifest.counts["skipped_null"]) == (2, 8, 1)
@@ -287,7 +288,7 @@ def test_a_null_in_another_column(tmp_path, column, write):
     position = source.schema.get_field_index(column)
     source = source.set_column(position, column, pa.array(values, source.schema.field(column).type))
     path = write(tmp_path / "in", source)
-    with pytest.raises(UserError, match="in row 4"):
+    with pytest.raises(UserError, match=r"in row 4"):
         make(path, tmp_path / "out", **OPTIONS)
     manifest = make(path, tmp_path / "out", on_null="skip", **OPTIONS)
     assert (manifest.num_samples, manifest.counts["skipped_null"]) == (11, 1)
@@ -311,7 +312,7 @@ def test_integer_types_are_unified_over_files(tmp_path):
 def test_a_token_type_that_is_too_small_is_refused_naming_the_value(tmp_path, statistics):
     path = tmp_path / "in.parquet"
     pq.write_table(table([[5, 128_000], [7, 8]]), path, write_statistics=statistics)
-    with pytest.raises(UserError, match="128000 of column 'input_ids' does not fit uint16"):
+    with pytest.raises(UserError, match=r"128000 of column 'input_ids' does not fit uint16"):
         make(path, tmp_path / "out", token_dtype="uint16")
     manifest = make(path, tmp_path / "out")
     assert manifest.columns["input_ids"] == "ndarray:int32"
@@ -372,11 +373,11 @@ def test_inputs_are_expanded_in_order(tmp_path):
     b, a = str(tmp_path / "b"), str(tmp_path / "a")
     assert [Path(p).name for p in expand([b, a])] == ["10.parquet", "2.parquet", "1.parquet"]
     assert [Path(p).name for p in expand([f"{tmp_path}/*/1*.parquet"])] == ["1.parquet", "10.parquet"]
-    with pytest.raises(UserError, match="2.parquet is named twice"):
+    with pytest.raises(UserError, match=r"2.parquet is named twice"):
         expand([b, f"{b}/2.parquet"])
     make([a], tmp_path / "a" / "built")
     assert [Path(p).name for p in expand([a])] == ["1.parquet"]  # our own build is no source
-    with pytest.raises(UserError, match="is a finished build, not a source"):
+    with pytest.raises(UserError, match=r"is a finished build, not a source"):
         expand([str(tmp_path / "a" / "built")])
 
 
@@ -395,15 +396,15 @@ def test_inputs_that_are_not_there(tmp_path, make_input, message):
 
 def test_files_that_are_no_data(tmp_path):
     (tmp_path / "in.parquet").write_bytes(b"PAR1 and then nonsense")
-    with pytest.raises(UserError, match="in.parquet cannot be read"):
+    with pytest.raises(UserError, match=r"in.parquet cannot be read"):
         open_sources([str(tmp_path / "in.parquet")])
     (tmp_path / "in.csv").write_text("input_ids\n1 2 3\n")
-    with pytest.raises(UserError, match="in.csv is not Parquet, nor Arrow IPC, nor JSON lines"):
+    with pytest.raises(UserError, match=r"in.csv is not Parquet, nor Arrow IPC, nor JSON lines"):
         open_sources([str(tmp_path / "in.csv")])
     path = write_parquet(tmp_path / "ok.parquet", pa.table({"ids": [[1]], "input_ids": ["text"]}))
-    with pytest.raises(UserError, match="ok.parquet has no column 'tokens'"):
+    with pytest.raises(UserError, match=r"ok.parquet has no column 'tokens'"):
         make(path, tmp_path / "out", tokens_column="tokens")
-    with pytest.raises(UserError, match="column 'input_ids' has type string: only lists of integers"):
+    with pytest.raises(UserError, match=r"column 'input_ids' has type string: only lists of integers"):
         make(path, tmp_path / "out")
     with pytest.raises(UserError, match=r"no column 'n' \(it has 'ids', 'input_ids'\).*--length-column"):
         make(path, tmp_path / "out", tokens_column="ids", length_column="n")

@@ -12,8 +12,8 @@ from build_support import error_line, make, run_cli, table, token_rows, write_pa
 
 from shardgen.errors import UserError
 from shardgen.manifest import Manifest
+from shardgen.upstream import get_hash
 from shardgen.verify import verify
-from shardgen.write import get_hash
 
 LENGTHS = np.random.default_rng(8).integers(1, 40, 120).tolist()
 LENGTHS[50:60] = [17] * 10
@@ -268,7 +268,7 @@ def test_a_changed_fingerprint_is_found(plain):
 
 
 def test_another_source_is_told_apart(plain, source):
-    with pytest.raises(UserError, match="name the same inputs in the same order"):
+    with pytest.raises(UserError, match=r"name the same inputs in the same order"):
         verify(str(plain), source[::-1])
     whole = pq.read_table(source[0])
     rows = whole["input_ids"].to_pylist()
