@@ -43,6 +43,7 @@ class Progress:
         self.options = options
         self.group = group
         self._next_epoch = 0
+        self._epoch_was_set = False
         self._loaded: ResumeState | None = None
         self._session: Session | None = None
         self._place: ResumeState | tuple[BlockRun, int] = plans.at(0)
@@ -54,9 +55,15 @@ class Progress:
     @property
     def epoch(self) -> int:
         """Epoch of the running pass; between passes, that of the next one."""
-        if self._loaded is None and self._session is not None:
-            return self._session.epoch
-        return self.next_start().epoch
+        return self._here().epoch
+
+    def _here(self) -> ResumeState:
+        """Where the running pass began; between passes, where the next one begins."""
+        if self._session is None or self._loaded is not None:
+            return self.next_start()
+        # Frameworks that count batches never ask for the end of a pass; they set the next epoch.
+        is_over = not isinstance(self._place, ResumeState) and _ends_epoch(*self._place)
+        return self.next_start() if is_over and self._epoch_was_set else self._session.start
 
     @property
     def has_loaded(self) -> bool:
@@ -81,6 +88,7 @@ class Progress:
                 )
             return
         self._next_epoch = epoch
+        self._epoch_was_set = True
         if self._session is None:
             self._place = self.plans.at(epoch)
 
@@ -95,6 +103,7 @@ class Progress:
         self._loaded = None
         self._place = start
         self._next_epoch = start.epoch + 1
+        self._epoch_was_set = False
         self._delivered = None
         self._session = Session(self, start)
         return self._session
@@ -129,9 +138,7 @@ class Progress:
 
     def num_batches(self) -> int:
         """Batches of the running pass, from its start; between passes, of the next one."""
-        running = self._session is not None and self._loaded is None
-        start = self._session.start if running and self._session else self.next_start()
-        return self.plans.size(start, self.options).batches
+        return self.plans.size(self._here(), self.options).batches
 
     def num_steps(self, epoch: int) -> int:
         """Steps of a whole epoch, those done before a resume included."""
@@ -234,6 +241,10 @@ class Progress:
             rest = left.size().rows
             total += len(ids) - int(np.isin(ids, skip).sum()) - rest
         return total
+
+
+def _ends_epoch(run: BlockRun, steps: int) -> bool:
+    return run.is_last and steps == run.plan.num_steps
 
 
 def _check_plain(plain: bool) -> None:

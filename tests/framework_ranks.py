@@ -14,7 +14,8 @@ from torch import nn
 
 from loader import BucketedDataLoader, BucketedDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts/examples"))
+# Not this folder, whose datasets.py transformers would take for the library.
+sys.path[0] = str(Path(__file__).resolve().parent.parent / "scripts/examples")
 VOCABULARY = 30_000
 INVERSE = pow(31, -1, VOCABULARY)  # row r starts with token 31 r
 OPTIONS = {"accumulate": 2, "seed": 9}
@@ -41,11 +42,15 @@ def small_model() -> nn.Module:
 
 
 def refusal(attempt: Callable[[], object]) -> str:
-    """The message of what a mistake raises. Every rank must get one, or the others would wait for ever."""
+    """What a mistake raises, with what led to it: a traceback shows all. Every rank must get something."""
     try:
         attempt()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        lines, cause = [], error
+        while cause is not None:
+            lines.append(f"{type(cause).__name__}: {cause}")
+            cause = cause.__cause__ or cause.__context__
+        return "\n".join(reversed(lines))
     return "nothing was refused"
 
 
@@ -103,7 +108,7 @@ def training_arguments(results: Path, **changes):
             "gradient_accumulation_steps": 2,
             "ignore_data_skip": True,
             "save_steps": 9,
-            "logging_steps": 5,
+            "logging_steps": 1,
             "report_to": [],
             "use_cpu": True,
             "disable_tqdm": True,
@@ -147,6 +152,17 @@ def trainer(out: str, results: Path) -> dict:
         record[f"steps {name}"] = it.state.global_step
         record[f"losses {name}"] = [entry["loss"] for entry in it.state.log_history if "loss" in entry]
 
+    sums = torch.zeros(2)  # of the first step: losses, tokens
+    model = llama()
+    for batch in new_loader(out):
+        with torch.no_grad():
+            loss = model(**batch, num_items_in_batch=1).loss
+        sums += torch.stack((loss, (batch["labels"][:, 1:] != -100).sum()))
+        if batch.meta.last_micro_step:
+            break
+    dist.all_reduce(sums)
+    record["first loss"] = float(sums[0] / sums[1])
+
     from transformers import Trainer
 
     class Bare(Trainer):
@@ -160,13 +176,14 @@ def trainer(out: str, results: Path) -> dict:
         kind(model=llama(), args=args, **data).train(resume_from_checkpoint=resume)
 
     mid = str(folder / "checkpoint-27")
+    short_steps = new_loader(out, block_samples=30, accumulate=16)  # one at the end of each block
     dataset = BucketedDataset(local=out, **OPTIONS)
     record["refused"] = [
         refusal(lambda: mistake({}, kind=Trainer, train_dataset=dataset)),
         refusal(lambda: mistake({"ignore_data_skip": False}, mid, kind=Bare)),
         refusal(lambda: mistake({"ignore_data_skip": False}, mid, loader=new_loader(out))),
         refusal(lambda: mistake({"gradient_accumulation_steps": 1}, loader=new_loader(out))),
-        refusal(lambda: mistake({}, loader=new_loader(out, block_samples=100))),
+        refusal(lambda: mistake({"gradient_accumulation_steps": 16}, loader=short_steps)),
     ]
     return record
 

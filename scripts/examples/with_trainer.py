@@ -37,7 +37,13 @@ class Passes:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        batches = iter(self.loader)
+        left = len(self.loader)
+        for batch in batches:
+            left -= 1
+            if not left:
+                batches.close()  # Trainer stops asking here; `len` then is the next epoch's
+            yield batch
 
     def __len__(self) -> int:
         return len(self.loader)
