@@ -219,7 +219,7 @@ class _Search:
         return coordinate_descent(best, self.histogram, self.objective.cost, self.step)
 
     def _partitions(self, least: int) -> Iterator[tuple[Boundaries, float]]:
-        """The best boundaries of exactly 1, 2, ... (``least`` or more) buckets, and their cost on the grid."""
+        """The best boundaries of exactly 1, 2, ... (at least ``least``) buckets, and their grid cost."""
         lengths = self.histogram.lengths
         if self.budget.padding == "boundary":
             for ends, cost in static_partitions(self.histogram, self.budget):

@@ -80,9 +80,8 @@ def _several_batches(cells: Cells, upper: int, lower: IntArray) -> tuple[FloatAr
     log = np.log(np.maximum(at_limit, np.finfo(float).tiny))
     fill = np.exp((sizes[:-1] - 1) * log)  # F(c_j)^(n_j - 1)
     through = np.exp(steps * log)  # F(c_j)^s_j
-    tries = np.where(
-        steps == 1, 1.0, (1.0 - through) / np.maximum(1.0 - at_limit, 1e-300)
-    )  # rows tried below c_j
+    several = (1.0 - through) / np.maximum(1.0 - at_limit, 1e-300)
+    tries = np.where(steps == 1, 1.0, several)  # rows drawn after the first n_j that the limit still allows
     first = at_limit  # G(c_j)
     for _ in range(FIRST_ROW_STEPS):
         stays = first * fill  # P(N >= n_j, M <= c_j), (L, T)

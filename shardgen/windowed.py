@@ -49,8 +49,8 @@ def windowed_rows(
     amount = np.diff(cells.count)[longest_first - 1] * inside  # rows of each cell, (L, x)
     total = amount.sum(axis=1)
     spent = amount @ value  # every row alone, (L, 3); padding is added to it
-    # Windows also depend on the mean rows per batch of all buckets together. Later rounds are left about half
-    # a batch of every window; that weight keeps buckets apart.
+    # Windows also depend on the mean rows per batch of all buckets together. What a round leaves is taken as
+    # half a batch per window of any bucket, so that the estimate of one needs not know the others.
     weight = np.diff(cells.count) * cells.value[1:, 2]
     lookahead = min(lookahead, MAX_LOOKAHEAD)
     num_chains = max(MIN_CHAINS, NUM_BATCHES // lookahead)
@@ -61,7 +61,7 @@ def windowed_rows(
         num_rows = amount.sum(axis=1)
         mean_rows = float(weight @ cells.mean_rows[1:] / weight.sum())
         counts = window_counts(num_rows, batches, lookahead, mean_rows=mean_rows)
-        weight = weight * (cells.mean_rows[1:] / mean_rows) ** 0.75
+        weight = weight * (cells.mean_rows[1:] / mean_rows) ** 0.75  # the windows, as window_counts has them
         windows = counts[:, None].astype(np.float64)  # (L, 1)
         several = windows[:, 0] > 1.0
         padding, kept = _cut_from_long_end(_Windows(amount / windows, windows, value, rows), chances)
@@ -79,8 +79,7 @@ def windowed_rows(
 
 
 class _Windows:
-    """One expected window of each of L buckets; its rows have ranks from the longest, 0, that need not be
-    whole.
+    """One expected window of each of L buckets. Its rows have ranks from the longest on, not always whole.
 
     Attributes:
         amount: Rows of a window by cell, longest first, shape (L, x).
