@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 from shardgen.errors import UserError
 
 POLL_SECONDS = 0.01
+# The locks are mostly held for microseconds; a wait for a download comes to the longer pause soon.
+FIRST_POLL_SECONDS = 0.0002
 _HEAD = np.dtype([("magic", "<u8"), ("num_shards", "<i8"), ("usage", "<i8"), ("limit", "<i8")])
 _MAGIC = 0x5348_4152_4447_3031
 # Nobody holds these locks for longer than some bookkeeping; a longer wait means that something is broken.
@@ -72,10 +74,12 @@ class FileMutex:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
+                pause = FIRST_POLL_SECONDS
                 while not try_lock(fd, fcntl.LOCK_EX):
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"another process has held {self.path} for {self.seconds:.0f} s")
-                    time.sleep(POLL_SECONDS)
+                    time.sleep(pause)
+                    pause = min(2 * pause, POLL_SECONDS)
             except BaseException:
                 os.close(fd)
                 raise
