@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ def call(name: str, args: tuple[Any, ...]) -> Any:
     """Run one of the functions that do the work, by its name."""
     from shardgen import finish, write
 
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "run_task": write.run_task,
         "encode_task": write.encode_task,
         "finish_shard": finish.finish_shard,

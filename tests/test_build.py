@@ -33,25 +33,29 @@ from shardgen.staging import Staging
 READ_WITH_STOCK = """
 import json, sys
 from streaming import StreamingDataset
-dataset = StreamingDataset(local=sys.argv[1], batch_size=1)
-plain = lambda value: value.tolist() if hasattr(value, "tolist") else value
-by_id = [{k: plain(v) for k, v in dataset[i].items()} for i in range(len(dataset))]
-iterated = sorted(sample["row"] for sample in dataset)
-print(json.dumps([by_id, iterated]))
+found = []
+for directory in sys.argv[1:]:
+    dataset = StreamingDataset(local=directory, batch_size=1)
+    plain = lambda value: value.tolist() if hasattr(value, "tolist") else value
+    by_id = [{k: plain(v) for k, v in dataset[i].items()} for i in range(len(dataset))]
+    found.append([by_id, sorted(sample["row"] for sample in dataset)])
+print(json.dumps(found))
 """
 
 
-def stock_samples(directory):
+def stock_samples(*directories):
     """All samples by id, and the row numbers that an epoch yields, by stock StreamingDataset."""
     found = subprocess.run(
-        [sys.executable, "-c", READ_WITH_STOCK, str(directory)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", READ_WITH_STOCK, *map(str, directories)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("compression", [None, "zstd:3"])
-def test_stock_streaming_dataset_reads_every_sample_back(tmp_path, compression):
+def test_stock_streaming_dataset_reads_every_sample_back(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 300, 400)
     rows = token_rows(lengths)
     masks = [[int(t % 3 == 0) for t in row] for row in rows]
@@ -63,16 +67,17 @@ def test_stock_streaming_dataset_reads_every_sample_back(tmp_path, compression):
     )
     path = write_parquet(tmp_path / "in.parquet", source, 64)
     options = {"loss_mask_column": "mask", "columns": ("row", "text"), "shard_size": 50_000}
-    manifest = make(path, tmp_path / "out", boundaries=(30, 100, 300), compression=compression, **options)
-    by_id, iterated = stock_samples(tmp_path / "out")
+    manifest = make(path, tmp_path / "out", boundaries=(30, 100, 300), **options)
+    make(path, tmp_path / "packed", boundaries=(30, 100, 300), compression="zstd:3", **options)
     buckets = assign(lengths, manifest.boundaries)
     order = [int(i) for k in range(3) for i in np.flatnonzero(buckets == k)]
     expected = [
         {"input_ids": rows[i], "mask": masks[i], "row": i, "text": f"übung {i}" if i % 5 else ""}
         for i in order
     ]
-    assert by_id == expected
-    assert iterated == list(range(400))
+    for by_id, iterated in stock_samples(tmp_path / "out", tmp_path / "packed"):
+        assert by_id == expected
+        assert iterated == list(range(400))
     stored = sample_table(tmp_path / "out").to_pydict()
     assert stored == {
         "length": [len(rows[i]) for i in order],
@@ -388,9 +393,16 @@ def clean(tmp_path, source):
     return data_files(tmp_path / "clean")
 
 
-@pytest.mark.parametrize("compression", [(), ("--compression", "zstd:1")])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "workers", "compression"),
+    [
+        (signal.SIGINT, 1, ()),
+        (signal.SIGINT, 2, ("--compression", "zstd:1")),
+        (signal.SIGKILL, 1, ("--compression", "zstd:1")),
+        (signal.SIGKILL, 2, ()),
+        (signal.SIGTERM, 2, ()),
+    ],
+)
 def test_a_killed_build_is_no_dataset_and_can_go_on(tmp_path, source, number, workers, compression):
     out = tmp_path / "out"
     call = (source, "--out", out, "--workers", workers, *OPTIONS, *compression)

@@ -18,7 +18,15 @@ from shardgen.encode import copy_ranges
 from shardgen.errors import UserError
 from shardgen.layout import Column, cut_shards, sample_bytes
 
-SMALL = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """No power is cut here, and hundreds of small files take long to reach the disk."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
 _numbers = itertools.count()
 
 
