@@ -25,10 +25,7 @@ from shardgen.cli_options import planning_options
 @click.option("--length-column", help="Column of lengths. [default: seq_len if there is one]")
 @click.option("--split", help="Split of a saved DatasetDict.")
 @click.option("--shard-size", default="64mb", show_default=True, help="Assumed for bare lengths.")
-@click.pass_context
-def report_command(
-    ctx: click.Context, inputs: tuple[str, ...], out: str, frontier: bool, **options: Any
-) -> None:
+def report_command(inputs: tuple[str, ...], out: str, frontier: bool, **options: Any) -> None:
     """Write one self-contained page: lengths, buckets, strategies and what they cost, with figures.
 
     The page needs no network and follows the reader's light or dark theme.
@@ -50,7 +47,7 @@ def report_command(
     with progress_bars() as progress:
         data = collect(subject, frontier=frontier, progress=progress)
         progress.start("drawing", 0)
-        html = render(data, _title(inputs), _command_line(ctx, inputs))
+        html = render(data, _title(inputs), _command_line(click.get_current_context(), inputs))
     write_report(out, html)
     stderr_console().print(f"{out}: {len(html.encode()) / 1e6:.1f} MB", markup=False, soft_wrap=True)
 

@@ -92,8 +92,8 @@ def length_bars(lengths: NDArray[np.integer[Any]], boundaries: Sequence[int]) ->
         boundaries: ``(0, b1, ..., bK)``.
 
     Returns:
-        ``edges``: bar i holds ``edges[i] < length <= edges[i + 1]``; ``num_samples`` and ``bucket`` of each bar;
-        ``logarithmic``: whether bars widen with the length.
+        ``edges``: bar i holds ``edges[i] < length <= edges[i + 1]``; ``num_samples`` and ``bucket`` of each
+        bar; ``logarithmic``: whether bars widen with the length.
     """
     shortest, longest = int(lengths.min()), int(lengths.max())
     logarithmic = longest > LOGARITHMIC_FROM * float(np.median(lengths))

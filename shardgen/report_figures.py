@@ -5,48 +5,22 @@ Every function takes one figure's values and a width in pixels, wide for a desk 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from shardgen.report_style import ACCENT, INK, LINE, MUTED, PAGE, PLAIN, RC, WARM, bucket_color
+from shardgen.report_bars import draw_composition, draw_epoch, draw_shapes, draw_strategies
+from shardgen.report_canvas import NARROW, THOUSANDS, WIDE, Json, new_figure, place, style
+from shardgen.report_style import ACCENT, MUTED, PAGE, PLAIN, WARM, bucket_color
 from shardgen.report_words import share
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Json = dict[str, Any]
-WIDE, NARROW = 860, 400
-THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    with matplotlib.rc_context():
-        matplotlib.rcParams.update(RC)
-        yield
-
-
-def _figure(width: int, height: int) -> Figure:
-    return Figure(figsize=(width / 72, height / 72), dpi=72)
-
-
-def _place(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Axes at pixels from the lower left."""
-    full_width, full_height = (72 * inches for inches in figure.get_size_inches())
-    box = (left / full_width, bottom / full_height, width / full_width, height / full_height)
-    return figure.add_axes(box)
 
 
 def draw_lengths(data: Json, width: int) -> Figure:
     """Samples by length, coloured by bucket, boundaries named above."""
-    figure = _figure(width, 280 if width == WIDE else 250)
-    ax = _place(figure, 52, 46, width - 60, figure.get_figheight() * 72 - 46 - 48)
+    figure = new_figure(width, 280 if width == WIDE else 250)
+    ax = place(figure, 52, 46, width - 60, figure.get_figheight() * 72 - 46 - 48)
     edges = np.array(data["edges"], np.float64)
     counts = np.array(data["num_samples"], np.float64)
     where = edges + 1 if data["logarithmic"] else edges
@@ -75,14 +49,14 @@ def draw_lengths(data: Json, width: int) -> Figure:
     ax.spines["bottom"].set_color(MUTED)
     if not data["logarithmic"]:
         ax.xaxis.set_major_locator(MaxNLocator(5 if width == NARROW else 8))
-    place = ax.get_xaxis_transform()
+    above = ax.get_xaxis_transform()
     room, last = 13 / (width - 60), -1.0
     for bound in data["boundaries"][1:-1]:
         at = bound + 1 if data["logarithmic"] else bound
         ax.axvline(at, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=2)
         share = ax.transAxes.inverted().transform(ax.transData.transform((at, 0.0)))[0]
         if share - last >= room:
-            ax.text(at, 1.03, f"{bound:,}", transform=place, rotation=90, ha="center", va="bottom", size=11)
+            ax.text(at, 1.03, f"{bound:,}", transform=above, rotation=90, ha="center", va="bottom", size=11)
             last = share
     return figure
 
@@ -96,8 +70,8 @@ def _compact(value: float, _: object) -> str:
 
 def draw_curve(data: Json, width: int) -> Figure:
     """Efficiency by number of buckets, with the limit and with boundaries chosen by rules."""
-    figure = _figure(width, 320 if width == WIDE else 300)
-    ax = _place(figure, 52, 46, width - 68, figure.get_figheight() * 72 - 46 - 26)
+    figure = new_figure(width, 320 if width == WIDE else 300)
+    ax = place(figure, 52, 46, width - 68, figure.get_figheight() * 72 - 46 - 26)
     buckets = [point["num_buckets"] for point in data["curve"]]
     efficiency = [point["padding_efficiency"] for point in data["curve"]]
     num_buckets, limit = data["num_buckets"], data["lower_bound_efficiency"]
@@ -121,7 +95,7 @@ def draw_curve(data: Json, width: int) -> Figure:
     )  # fmt: skip
     span = max(limit - low, 0.02)
     right = num_buckets > 0.66 * max(*buckets, 2)
-    aside = {"ha": "right" if right else "left", "va": "center", "size": 11}
+    aside: Json = {"ha": "right" if right else "left", "va": "center", "size": 11}
     shift = (-0.02 if right else 0.02) * max(*buckets, 2)
     ax.text(
         num_buckets + shift, min(ahead, limit - 0.055 * span) - 0.01 * span,
@@ -143,63 +117,6 @@ def draw_curve(data: Json, width: int) -> Figure:
     return figure
 
 
-MEASURES = (
-    ("padding_efficiency", "padding efficiency", "more is better", "{:.1%}"),
-    ("rank_balance", "rank balance", "more is better", "{:.1%}"),
-    ("overall", "overall", "more is better", "{:.1%}"),
-    ("recurrence", "recurrence", "less is better", "{:.4f}"),
-    ("step_divergence", "step divergence", "less is better", "{:.3f}"),
-)
-
-
-def draw_strategies(data: Json, width: int) -> Figure:
-    """One panel of bars per measure, strategies one below the other."""
-    names = list(data)
-    columns = 5 if width == WIDE else 1
-    names_width, gap, head, bar = 108, 26 if columns > 1 else 20, 44 if columns > 1 else 26, 26
-    panel = (width - names_width - gap * (columns - 1) - 4) / columns
-    rows = -(-len(MEASURES) // columns)
-    height = rows * (head + bar * len(names)) + gap * (rows - 1) + 4
-    figure = _figure(width, height)
-    for number, (key, title, better, form) in enumerate(MEASURES):
-        row, column = divmod(number, columns)
-        top = height - row * (head + bar * len(names) + gap) - head
-        left = names_width + column * (panel + gap)
-        ax = _place(figure, left, top - bar * len(names), panel, bar * len(names))
-        values = [data[name][key] for name in names]
-        most = max(*values, 1e-9)
-        at = np.arange(len(names))
-        colors = [ACCENT if name == "loader" else PLAIN for name in names]
-        room = 62 / panel  # for the number behind the bar
-        ax.set_xlim(0, most / (1 - room))
-        ax.set_ylim(len(names) - 0.5, -0.5)
-        ax.barh(at, [most] * len(names), 0.5, color=LINE, linewidth=0)
-        ax.barh(at, values, 0.5, color=colors, linewidth=0)
-        for y, (name, value) in enumerate(zip(names, values, strict=True)):
-            strong = {"weight": "bold", "color": ACCENT} if name == "loader" else {"color": INK}
-            ax.text(
-                1, y, form.format(value), transform=ax.get_yaxis_transform(), va="center_baseline",
-                ha="right", size=12, **strong,
-            )  # fmt: skip
-            if column == 0:
-                ax.text(
-                    -8 / panel, y, name, transform=ax.get_yaxis_transform(), va="center_baseline",
-                    ha="right", size=12, **strong,
-                )  # fmt: skip
-        ax.set_axis_off()
-        start = 0.0 if columns > 1 else -names_width / panel
-        ax.text(
-            start, 1 + (26 if columns > 1 else 8) / (bar * len(names)), title, transform=ax.transAxes,
-            weight="bold", size=12,
-        )  # fmt: skip
-        if columns > 1:
-            ax.text(0, 1 + 9 / (bar * len(names)), better, transform=ax.transAxes, color=MUTED, size=11)
-        else:
-            y = 1 + 8 / (bar * len(names))
-            ax.text(1, y, better, transform=ax.transAxes, color=MUTED, size=11, ha="right")
-    return figure
-
-
 def draw_frontier(data: Json, width: int) -> Figure:
     """What a longer lookahead saves, and how much more often the same samples meet."""
     points = data["points"]
@@ -208,7 +125,7 @@ def draw_frontier(data: Json, width: int) -> Figure:
     columns = 2 if width == WIDE else 1
     panel = (width - 52 * columns - 44 * columns) / columns
     height = 304 if columns == 2 else 614
-    figure = _figure(width, height)
+    figure = new_figure(width, height)
     shown = (
         ("overall", "overall efficiency, by number of buckets", True),
         ("recurrence", "recurrence, by number of buckets", False),
@@ -216,7 +133,7 @@ def draw_frontier(data: Json, width: int) -> Figure:
     for number, (key, title, is_share) in enumerate(shown):
         bottom = 46 if columns == 2 or number == 1 else 46 + 310
         left = 52 + (panel + 96 if columns == 2 and number else 0)
-        ax = _place(figure, left, bottom, panel, 230)
+        ax = place(figure, left, bottom, panel, 230)
         ends = []
         for order, count in enumerate(counts):
             line = sorted(
@@ -239,10 +156,10 @@ def draw_frontier(data: Json, width: int) -> Figure:
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         else:
             ax.set_ylim(bottom=0)
-        at = -0.14 if is_share else len(looks) - 0.86
+        beside: float = -0.14 if is_share else len(looks) - 0.86
         low, high = ax.get_ylim()
-        for y, text in spread(ends, 13 * (high - low) / 230, high):
-            ax.text(at, y, text, ha="right" if is_share else "left", va="center_baseline", size=11)
+        for label_y, text in spread(ends, 13 * (high - low) / 230, high):
+            ax.text(beside, label_y, text, ha="right" if is_share else "left", va="center_baseline", size=11)
     return figure
 
 
@@ -260,116 +177,6 @@ def spread(labels: list[tuple[float, str]], room: float, top: float) -> list[tup
 def _ramp_place(order: int, total: int, num_buckets: int) -> int:
     """The bucket whose colour stands for one of several lines."""
     return round(order / max(total - 1, 1) * (num_buckets - 1))
-
-
-def draw_composition(data: Json, width: int) -> Figure:
-    """Which buckets the tokens of single steps come from, under every strategy."""
-    columns = 2 if width == WIDE else 1
-    names = list(data["steps"])
-    rows = -(-len(names) // columns)
-    gap, head, tall = 36, 24, 120 if columns == 2 else 96
-    panel = (width - 44 - gap * (columns - 1) - 6) / columns
-    height = rows * (tall + head) + (rows - 1) * 30 + 42
-    figure = _figure(width, height)
-    for number, name in enumerate(names):
-        row, column = divmod(number, columns)
-        bottom = height - (row + 1) * (tall + head) - row * 30
-        ax = _place(figure, 44 + column * (panel + gap), bottom, panel, tall)
-        steps = data["steps"][name]
-        _stack(ax, steps["shares"], steps["first_step"])
-        strong = ACCENT if name == "loader" else INK
-        ax.set_title(name, color=strong)
-        if row == rows - 1:
-            ax.set_xlabel("step")
-        if column:
-            ax.tick_params(labelleft=False)
-    return figure
-
-
-def draw_epoch(data: Json, width: int) -> Figure:
-    """The same over the whole epoch of the loader, steps averaged in groups."""
-    epoch = data["epoch"]
-    figure = _figure(width, 190)
-    ax = _place(figure, 44, 44, width - 50, 136)
-    edges = [*epoch["first_step"], epoch["num_steps"]]
-    upper = np.cumsum(np.array(epoch["shares"], np.float64), axis=1)  # (groups, buckets)
-    below = np.zeros(len(upper))
-    for bucket in range(upper.shape[1]):
-        color = bucket_color(bucket)
-        ax.stairs(upper[:, bucket], edges, baseline=below, fill=True, color=color, linewidth=0)
-        below = upper[:, bucket]
-    _shares_axes(ax)
-    ax.set_xlim(0, epoch["num_steps"])
-    ax.set_xlabel("step of the epoch")
-    return figure
-
-
-def _stack(ax: Axes, shares: list[list[float]], first_step: int) -> None:
-    # (steps, buckets) -> one set of bars per bucket, each on top of the shorter buckets
-    table = np.array(shares, np.float64)
-    at = first_step + np.arange(len(table))
-    below = np.zeros(len(table))
-    for bucket in range(table.shape[1]):
-        taken = table[:, bucket] > 0
-        ax.bar(
-            at[taken],
-            table[taken, bucket],
-            0.86,
-            bottom=below[taken],
-            color=bucket_color(bucket),
-            linewidth=0,
-        )
-        below += table[:, bucket]
-    _shares_axes(ax)
-    ax.set_xlim(first_step - 0.6, first_step + len(table) - 0.4)
-
-
-def _shares_axes(ax: Axes) -> None:
-    ax.set_ylim(0, 1)
-    ax.set_yticks([0, 0.5, 1])
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.xaxis.set_major_formatter(THOUSANDS)
-    ax.grid(False)
-    ax.spines["bottom"].set_color(MUTED)
-
-
-def draw_shapes(data: Json, width: int) -> Figure:
-    """Distinct tensor shapes against efficiency, for ways to have fewer."""
-    choices = data["choices"]
-    row, head, names_width = 30, 30, 118
-    figure = _figure(width, head + row * len(choices) + 4)
-    gap = 28 if width == WIDE else 16
-    panel = (width - names_width - gap - 4) / 2
-    panels = (
-        ("num_shapes", "distinct shapes", "{:,.0f}"),
-        ("padding_efficiency", "padding efficiency", "{:.1%}"),
-    )
-    for number, (key, title, form) in enumerate(panels):
-        ax = _place(figure, names_width + number * (panel + gap), 4, panel, row * len(choices))
-        values = [choice[key] for choice in choices]
-        # Numbers of shapes span decades.
-        drawn = [np.log10(value) + 0.15 for value in values] if key == "num_shapes" else values
-        most = max(*drawn, 1e-9)
-        ax.set_xlim(0, most / (1 - 58 / panel))
-        ax.set_ylim(len(choices) - 0.5, -0.5)
-        at = np.arange(len(choices))
-        ax.barh(at, [most] * len(choices), 0.46, color=LINE, linewidth=0)
-        ax.barh(at, drawn, 0.46, color=[PLAIN if y else ACCENT for y in range(len(choices))], linewidth=0)
-        for y, (choice, value) in enumerate(zip(choices, values, strict=True)):
-            strong = {"color": INK} if y else {"weight": "bold", "color": ACCENT}
-            ax.text(
-                1, y, form.format(value), transform=ax.get_yaxis_transform(), va="center_baseline",
-                ha="right", size=12, **strong,
-            )  # fmt: skip
-            if not number:
-                ax.text(
-                    -8 / panel, y, choice["name"], transform=ax.get_yaxis_transform(),
-                    va="center_baseline", ha="right", size=12, **strong,
-                )  # fmt: skip
-        ax.set_axis_off()
-        ax.text(0, 1 + 8 / (row * len(choices)), title, transform=ax.transAxes, weight="bold", size=12)
-    return figure
 
 
 # name of the figure: (whose values it shows, how it is drawn)
@@ -393,5 +200,5 @@ def draw(name: str, data: Json, width: int) -> Figure:
         width: :data:`WIDE` or :data:`NARROW`.
     """
     source, function = FIGURES[name]
-    with _style():
+    with style():
         return function(data[source], width)

@@ -9,62 +9,12 @@ from html import escape
 from typing import Any
 
 from shardgen import __version__
-from shardgen.report_figures import NARROW, WIDE, draw
-from shardgen.report_style import FONT, inline_svg, style_sheet
+from shardgen.report_canvas import NARROW, WIDE
+from shardgen.report_figures import draw
+from shardgen.report_style import inline_svg, style_sheet
 from shardgen.report_words import conclusions
 
 Json = dict[str, Any]
-
-STYLE = (
-    "*{box-sizing:border-box}\n"
-    f"body{{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 {FONT};"
-    "-webkit-text-size-adjust:100%}\n"
-    """main{max-width:908px;margin:0 auto;padding:40px 24px 56px}
-h1{font-size:30px;line-height:1.2;letter-spacing:-.01em;margin:0 0 6px;overflow-wrap:anywhere;text-wrap:pretty}
-h2{font-size:20px;line-height:1.3;margin:52px 0 4px}
-p{margin:0 0 16px;max-width:70ch}
-.sub,.note,footer{color:var(--muted)}
-.note{font-size:15px}
-.sub{font-size:15px;margin:0;max-width:none}
-dl.tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:12px;margin:28px 0 0}
-.tiles div{background:var(--panel);border-radius:8px;padding:14px 16px}
-.tiles dt{color:var(--muted);font-size:14px;line-height:1.3}
-.tiles dd{margin:4px 0 0;font-size:26px;line-height:1.15;font-weight:650;font-variant-numeric:tabular-nums}
-ul.words{margin:10px 0 0;padding:0;list-style:none}
-.words li{padding:9px 0;border-top:1px solid var(--line);max-width:none}
-.words li:first-child{border-top:0;font-weight:600}
-figure{margin:18px 0 0}
-svg{display:block;width:100%;height:auto}
-.narrow{display:none;max-width:520px;margin:0 auto}
-ul.legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:14px 0 0;padding:0;list-style:none;
- font-size:14px;color:var(--muted);font-variant-numeric:tabular-nums}
-.swatch{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:7px}
-table{border-collapse:collapse;width:100%;margin:18px 0 0;font-size:15px;line-height:1.35;
- font-variant-numeric:tabular-nums}
-th,td{padding:8px 0 8px 14px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{padding-left:0;text-align:left}
-thead th{color:var(--muted);font-weight:500;font-size:14px;vertical-align:bottom;white-space:normal}
-tbody th{font-weight:500}
-tr.ours th,tr.ours td{color:var(--accent);font-weight:650}
-tfoot th,tfoot td{border-bottom:0;color:var(--muted);font-weight:500}
-details{margin:18px 0 0}
-summary{cursor:pointer;color:var(--muted);font-size:15px}
-footer{margin:56px 0 0;padding:16px 0 0;border-top:1px solid var(--line);font-size:14px}
-footer code{overflow-wrap:anywhere}
-.words code{white-space:nowrap}
-code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.92em}
-@media (max-width:700px){
-main{padding:24px 16px 40px}
-h1{font-size:25px}h2{font-size:18px;margin-top:44px}
-dl.tiles{grid-template-columns:repeat(2,1fr)}
-.tiles dd{font-size:22px}
-.wide,.more{display:none}.narrow{display:block}
-table{font-size:14px}
-th,td{padding-left:8px}
-}
-@media print{h2{break-after:avoid}figure,table{break-inside:avoid}}
-"""
-)
 
 
 def page(data: Json, subject: str, command: str) -> str:
@@ -85,7 +35,7 @@ def page(data: Json, subject: str, command: str) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>Length report: {title}</title>\n"
-        f"<style>\n{style_sheet(len(data['buckets']['buckets']))}{STYLE}</style>\n</head>\n"
+        f"<style>\n{style_sheet(len(data['buckets']['buckets']))}</style>\n</head>\n"
         f"<body>\n<main>\n{_head(data, title)}{''.join(section(data) for section in SECTIONS)}"
         f"<footer>shardgen {__version__} &middot; <code>{escape(command)}</code></footer>\n</main>\n"
         f"{figures}</body>\n</html>\n"
@@ -302,8 +252,8 @@ def _composition(data: Json) -> str:
         '<p class="note">Share of each step&rsquo;s tokens by bucket, for consecutive steps inside an '
         "epoch. The more alike the steps, the steadier the loss.</p>\n"
         + _figure(data, "composition", "Tokens of single steps by bucket, under every strategy")
-        + '<p class="note" style="margin:26px 0 0">The loader over the whole epoch, steps averaged in groups: '
-        "level where no part of the epoch is short or long.</p>\n"
+        + '<p class="note after">The loader over the whole epoch, steps averaged in groups: level '
+        " where no part of the epoch is short or long.</p>\n"
         + _figure(data, "epoch", "Tokens by bucket over the epoch of the loader")
         + _legend(data)
     )
@@ -314,8 +264,8 @@ def _shapes(data: Json) -> str:
         return ""
     return (
         "<h2>Tensor shapes</h2>\n"
-        '<p class="note">A compiler or a graph capture pays once per shape. Rounding padded lengths up, or one '
-        "shape per bucket, makes fewer. Bars of shapes are logarithmic.</p>\n"
+        '<p class="note">A compiler or a graph capture pays once per shape. Rounding padded lengths up, or '
+        "one shape per bucket, makes fewer. Bars of shapes are logarithmic.</p>\n"
         + _figure(data, "shapes", "Distinct shapes and padding efficiency by rounding")
     )
 

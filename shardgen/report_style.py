@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,8 +47,59 @@ _NAMES = dict(
     )
 )
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+_RULES = (
+    "*{box-sizing:border-box}\n"
+    f"body{{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 {FONT};"
+    "-webkit-text-size-adjust:100%}\n"
+    """main{max-width:908px;margin:0 auto;padding:40px 24px 56px}
+h1{font-size:30px;line-height:1.2;letter-spacing:-.01em;margin:0 0 6px;overflow-wrap:anywhere}
+h2{font-size:20px;line-height:1.3;margin:52px 0 4px}
+p{margin:0 0 16px;max-width:70ch}
+.sub,.note,footer{color:var(--muted)}
+.note{font-size:15px}
+.after{margin:26px 0 0}
+.sub{font-size:15px;margin:0;max-width:none}
+dl.tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:12px;margin:28px 0 0}
+.tiles div{background:var(--panel);border-radius:8px;padding:14px 16px}
+.tiles dt{color:var(--muted);font-size:14px;line-height:1.3}
+.tiles dd{margin:4px 0 0;font-size:26px;line-height:1.15;font-weight:650;font-variant-numeric:tabular-nums}
+ul.words{margin:10px 0 0;padding:0;list-style:none}
+.words li{padding:9px 0;border-top:1px solid var(--line);max-width:none}
+.words li:first-child{border-top:0;font-weight:600}
+figure{margin:18px 0 0}
+svg{display:block;width:100%;height:auto}
+.narrow{display:none;max-width:520px;margin:0 auto}
+ul.legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:14px 0 0;padding:0;list-style:none;
+ font-size:14px;color:var(--muted);font-variant-numeric:tabular-nums}
+.swatch{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:7px}
+table{border-collapse:collapse;width:100%;margin:18px 0 0;font-size:15px;line-height:1.35;
+ font-variant-numeric:tabular-nums}
+th,td{padding:8px 0 8px 14px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+th:first-child,td:first-child{padding-left:0;text-align:left}
+thead th{color:var(--muted);font-weight:500;font-size:14px;vertical-align:bottom;white-space:normal}
+tbody th{font-weight:500}
+tr.ours th,tr.ours td{color:var(--accent);font-weight:650}
+tfoot th,tfoot td{border-bottom:0;color:var(--muted);font-weight:500}
+details{margin:18px 0 0}
+summary{cursor:pointer;color:var(--muted);font-size:15px}
+footer{margin:56px 0 0;padding:16px 0 0;border-top:1px solid var(--line);font-size:14px}
+footer code{overflow-wrap:anywhere}
+.words code{white-space:nowrap}
+code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.92em}
+@media (max-width:700px){
+main{padding:24px 16px 40px}
+h1{font-size:25px}h2{font-size:18px;margin-top:44px}
+dl.tiles{grid-template-columns:repeat(2,1fr)}
+.tiles dd{font-size:22px}
+.wide,.more{display:none}.narrow{display:block}
+table{font-size:14px}
+th,td{padding-left:8px}
+}
+@media print{h2{break-after:avoid}figure,table{break-inside:avoid}}
+"""
+)
 # Drawn with a font that comes with matplotlib; the page says which one is shown.
-RC = {
+RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
     "font.size": 12,
@@ -112,14 +163,14 @@ def variables(theme: str, num_buckets: int) -> dict[str, str]:
 
 
 def style_sheet(num_buckets: int) -> str:
-    """The themes as CSS variables: light, and dark where the reader prefers it."""
+    """The page's style: themes as CSS variables, dark where the reader prefers it, and the rules."""
 
     def block(theme: str) -> str:
         return "".join(f"--{name}:{color};" for name, color in variables(theme, num_buckets).items())
 
     return (
         f":root{{color-scheme:light dark;{block('light')}}}\n"
-        f"@media (prefers-color-scheme:dark){{:root{{{block('dark')}}}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root{{{block('dark')}}}}}\n{_RULES}"
     )
 
 

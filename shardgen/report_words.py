@@ -115,8 +115,9 @@ def _limit(data: Json) -> list[str]:
         ]
     shuffled = data["strategies"]["bucket-shuffle"]["padding_efficiency"]
     return [
-        f"Sorted packing, which nothing can beat, reaches {share(limit)}. The loader is {points(limit - loader)} "
-        f"below it, a plain shuffle inside the same buckets {points(limit - shuffled)}."
+        f"Sorted packing, which nothing can beat, reaches {share(limit)}. The loader is "
+        f"{points(limit - loader)} below it, a plain shuffle inside the same buckets "
+        f"{points(limit - shuffled)}."
     ]
 
 
@@ -173,8 +174,8 @@ def _recurrence(data: Json) -> list[str]:
     if fresher:
         best = max(fresher, key=lambda p: p["overall"])
         text += (
-            f"; --lookahead {best['lookahead']} makes that {best['recurrence']:.1%}, with {best['overall']:.1%} "
-            "overall"
+            f"; --lookahead {best['lookahead']} makes that {best['recurrence']:.1%}, "
+            f"with {best['overall']:.1%} overall"
         )
     return [text + "."]
 
@@ -209,7 +210,7 @@ def _completeness(data: Json) -> list[str]:
     if loader["dropped"] or loader["repeated"]:
         return [f"{loader['dropped']:,} samples are dropped and {loader['repeated']:,} repeated."]
     tail = (
-        f"; {loader['fillers']:,} {'filler keeps' if loader['fillers'] == 1 else 'fillers keep'} ranks in step"
+        f"; {loader['fillers']:,} filler{' keeps' if loader['fillers'] == 1 else 's keep'} ranks in step"
         if loader["fillers"]
         else ""
     )
