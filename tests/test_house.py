@@ -80,10 +80,12 @@ def test_shardgen_does_not_import_the_loader_below_its_top():
 
 
 def test_the_loader_imports_only_the_kernel_of_shardgen():
-    # and the optimiser, which is as pure, where a training asks for another number of buckets
+    # and the optimiser, which is as pure, where a training asks for another number of buckets.
+    commands = {"loader.explained"}  # a command's other half, that no training imports
     wrong = [
         (name, imported)
         for name, path in modules("loader").items()
+        if name not in commands
         for imported in imports(path)
         if imported.split(".")[0] == "shardgen" and imported.split(".")[1] not in (*KERNEL, "optimize")
     ]

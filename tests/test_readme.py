@@ -59,6 +59,7 @@ def test_files_named_on_the_page_exist():
 @pytest.mark.slow
 def test_commands_and_code_run_as_printed(corpus, tmp_path):
     os.symlink(corpus, tmp_path / "corpus")
+    os.symlink(ROOT / "tests", tmp_path / "tests")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for command in commands():
         words = command.split()
