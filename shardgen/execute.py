@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardgen.progress import Progress
     from shardgen.write import WriteJob
 
+UPLOADS = 4
+
 
 def create_shard(directory: str, path: str, num_bytes: int) -> None:
     """Make a shard of its final size: a full disk shows now, and writes are faster (3 GB/s, not 0.4)."""
@@ -69,9 +71,9 @@ class Run:
         self._fragments: dict[int, list[Fragments]] = {}
         self._num_running = 0
         self._created: set[int] = set()
-        # The disk works while the next shards are encoded.
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="shardgen-sync")
-        self._syncs: list[Future[None]] = []
+        # The disk or the network works while the next shards are encoded.
+        self._settler = ThreadPoolExecutor(UPLOADS if upload else 1, thread_name_prefix="shardgen-settle")
+        self._settling: list[Future[None]] = []
         self.written = Written()
 
     def __call__(self) -> Written:
@@ -79,7 +81,7 @@ class Run:
         try:
             return self._run()
         finally:
-            self._syncer.shutdown(cancel_futures=True)
+            self._settler.shutdown(cancel_futures=True)
 
     def _run(self) -> Written:
         tasks = self._prepared.tasks
@@ -101,8 +103,8 @@ class Run:
                 self._collect()
         while self._num_running:
             self._collect()
-        for synced in self._syncs:
-            synced.result()
+        for settled in self._settling:
+            settled.result()
         return self.written
 
     def _take_up(self) -> None:
@@ -193,11 +195,18 @@ class Run:
         self._num_running += 1
 
     def _take_shard(self, shard: int, info: ShardInfo) -> None:
+        self.written.shards[shard] = info
+        self._settling.append(self._settler.submit(self._settle, shard, info))
+        for settled in self._settling:
+            if settled.done():
+                settled.result()  # an upload that failed ends the build now, not at its end
+
+    def _settle(self, shard: int, info: ShardInfo) -> None:
+        """Force a finished shard to the disk, or send it away, and only then note that it is done."""
         stored = info.entry["zip_data"] or info.entry["raw_data"]
         path = f"{os.path.dirname(self._paths[shard])}/{stored['basename']}"
         if self._upload is not None:
             self._upload(path)
         else:
-            self._syncs.append(self._syncer.submit(fsync_file, os.path.join(self._job.directory, path)))
+            fsync_file(os.path.join(self._job.directory, path))
         self._journal.save_shard(shard, info)
-        self.written.shards[shard] = info

@@ -116,5 +116,8 @@ def apply_policies(
         starts = (piece * policies.limit).astype(np.int32)
         lengths = np.minimum(whole - starts, policies.limit).astype(np.int32)
     if not len(rows):
-        raise UserError(f"no sample is left of {len(row_lengths)} rows: {counts}")
+        taken = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+        raise UserError(
+            f"no sample is left of {len(row_lengths)} rows ({taken or 'there are none'}): name another input"
+        )
     return Samples(rows=rows.astype(np.int64), starts=starts, lengths=lengths, counts=counts)

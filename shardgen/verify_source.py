@@ -19,7 +19,7 @@ from shardgen.reading import RaggedColumnError
 from shardgen.sources import open_sources
 from shardgen.tasks import Task
 from shardgen.upstream import get_hash
-from shardgen.verify import ShardFile, Verification
+from shardgen.verify import Verification
 from shardgen.write import ShardFiles, WriteJob, run_task
 
 MAX_NAMED = 10
@@ -173,36 +173,39 @@ def _compare_tasks(verification: Verification, prepared: Prepared, found: Differ
         reader=prepared.reader,
         memory=options.memory,
     )
+    ids = prepared.arrangement.ids
+    first = 0  # tasks hold all samples, in source order
     for task in prepared.tasks:
-        _compare_task(verification, prepared, job, task, found)
+        mine = ids[first : first + len(task.rows)]
+        first += len(task.rows)
+        _compare_task(verification, prepared, job, task, mine, found)
 
 
 def _compare_task(
-    verification: Verification, prepared: Prepared, job: WriteJob, task: Task, found: Differences
+    verification: Verification,
+    prepared: Prepared,
+    job: WriteJob,
+    task: Task,
+    ids: NDArray[np.int64],
+    found: Differences,
 ) -> None:
+    """Compare the samples of one task, whose ids are ``ids``, in source order."""
     try:
         result = run_task(job, task, StoredShards(verification, prepared, found))
     except UserError as error:
         verification.add(os.path.basename(task.source.path), str(error))
         return
     if len(result.loss_tokens):
-        order = np.argsort(prepared.arrangement.order)
-        low = int(
-            np.searchsorted(
-                prepared.samples.rows, prepared.rows.file_start[_file(prepared, task)] + task.first_row
-            )
-        )
-        ids = order[low : low + len(result.loss_tokens)]
         wrong = verification.samples["loss_tokens"][ids] != result.loss_tokens
         if wrong.any():
             at = int(ids[int(wrong.argmax())])
             verification.add(
                 "samples.parquet", f"sample {at} has another number of loss tokens than its mask"
             )
-
-
-def _file(prepared: Prepared, task: Task) -> int:
-    return next(i for i, source in enumerate(prepared.sources) if source.path == task.source.path)
+        wrong = verification.samples["first_token_loss"][ids] != result.first_token_loss
+        if wrong.any():
+            at = int(ids[int(wrong.argmax())])
+            verification.add("samples.parquet", f"sample {at} has another first_token_loss than its mask")
 
 
 def _name(prepared: Prepared, sample: int) -> str:
@@ -246,6 +249,3 @@ def _find_copies(
             if value in wanted:
                 copies[value] = sample
     return copies
-
-
-__all__ = ["ShardFile", "compare", "options_of"]

@@ -248,6 +248,13 @@ def test_loss_tokens_are_checked_against_the_mask(built, source):
     )
 
 
+def test_first_token_loss_is_checked_against_the_mask(built, source):
+    change_samples(
+        built, lambda stored: stored["first_token_loss"].__setitem__(2, not stored["first_token_loss"][2])
+    )
+    assert any("another first_token_loss" in problem.text for problem in verify(str(built), source).problems)
+
+
 def test_other_files_are_checked_too(plain):
     content = json.loads((plain / "index.json").read_text())
     content["shards"].reverse()
