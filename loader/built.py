@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,24 @@ def read_samples(path: str, columns: Sequence[str]) -> pa.Table:
             return file.read(columns=list(columns))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; build the dataset again") from error
+
+
+def _values(table: pa.Table, column: str) -> NDArray[Any]:
+    """A column of whole numbers or booleans without nulls, shape (rows,)."""
+    # From the buffers: to_numpy imports all of pandas and pyarrow.compute, which takes most of a second.
+    parts = []
+    for chunk in table[column].chunks:
+        if not len(chunk):
+            continue
+        _, values = chunk.buffers()
+        if pa.types.is_boolean(chunk.type):
+            bits = np.unpackbits(np.frombuffer(values, np.uint8), bitorder="little")
+            parts.append(bits[chunk.offset : chunk.offset + len(chunk)])
+        else:
+            kind = "i" if pa.types.is_signed_integer(chunk.type) else "u"
+            dtype = np.dtype(f"{kind}{chunk.type.bit_width // 8}")
+            parts.append(np.frombuffer(values, dtype, len(chunk), chunk.offset * dtype.itemsize))
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
 def read_corpus(
@@ -66,10 +84,10 @@ def read_corpus(
                 "manifest "
                 f"counts {bucket.num_samples}: build the dataset again"
             )
-        lengths.append(table["length"].to_numpy())
+        lengths.append(_values(table, "length"))
         if masked:
-            first = table["first_token_loss"].to_numpy().astype(np.int32)
-            loss_tokens.append(table["loss_tokens"].to_numpy() - (first if labels == "causal" else 0))
+            first = _values(table, "first_token_loss").astype(np.int32)
+            loss_tokens.append(_values(table, "loss_tokens") - (first if labels == "causal" else 0))
         elif labels == "causal":
             loss_tokens.append(lengths[-1] - 1)  # position 0 never counts
     return Corpus(

@@ -5,8 +5,8 @@
 Each run has 1 to 4 ranks (gloo), a random number of workers, accumulation and token budget (down to the
 longest sample), and resumes from the last checkpoint. A third of the kills are SIGKILL of the whole group,
 workers included; the others hit one rank or one worker. A step counts when a checkpoint holds it: what a run
-did after its last checkpoint is lost with its weights, and the next run delivers those samples again. At the end
-every sample must have been delivered exactly once per epoch.
+did after its last checkpoint is lost with its weights, and the next run delivers those samples again. At the
+end every sample must have been delivered exactly once per epoch.
 """
 
 import argparse

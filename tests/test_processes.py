@@ -37,10 +37,9 @@ def out(tmp_path_factory):
 
 
 def leftovers(folder):
-    """Files under a temp directory, and shared memory segments, that a run has left."""
-    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    """What our runs have left under a temp directory."""
     ours = [p.name for root in Path(folder).glob("shardgen-*") for p in (root, *root.rglob("*"))]
-    return sorted(ours), sorted(n for n in shared if not n.startswith("sem."))
+    return sorted(ours)
 
 
 def _rank(rank, world, temp, out, local, num_workers, report, stall, state):
@@ -143,10 +142,8 @@ def test_ten_kills_of_all_and_restarts_at_once(context, out, tmp_path, monkeypat
         results = Group(context, 2, temp, out, local).results()
         assert flat(results) == list(range(NUM_SAMPLES))
         # Restarts add nothing to what the first killed run left (one that had come to its first batch).
-        assert all(len(names) <= len(counts[1][0]) for names, _ in counts[2:])
-        names, segments = leftovers(temp)
-        assert len(names) < len(counts[1][0])
-        assert {*map(tuple, (s for _, s in counts))} == {tuple(segments)}
+        assert all(len(names) <= len(counts[1]) for names in counts[2:])
+        assert len(leftovers(temp)) < len(counts[1])
         if made:
             assert foreign.read_bytes() == b"somebody else's"
     finally:
@@ -156,8 +153,7 @@ def test_ten_kills_of_all_and_restarts_at_once(context, out, tmp_path, monkeypat
     assert sorted(i for b in loader for i in b.meta.sample_ids.tolist()) == list(range(NUM_SAMPLES))
     assert not list(local.rglob("*.part*"))
     del loader, other
-    names, _ = leftovers(temp)
-    assert names == ["door", f"shardgen-{os.getuid()}"]  # with the last user everything else goes
+    assert leftovers(temp) == ["door", f"shardgen-{os.getuid()}"]  # with the last user everything else goes
 
 
 def test_eight_processes_starting_together(context, out, tmp_path):
@@ -171,7 +167,7 @@ def test_eight_processes_starting_together(context, out, tmp_path):
         assert flat(results) == list(range(NUM_SAMPLES))
         expected = expected or results
         assert results == expected
-    assert leftovers(temp)[0] == ["door", f"shardgen-{os.getuid()}"]
+    assert leftovers(temp) == ["door", f"shardgen-{os.getuid()}"]
 
 
 def test_a_killed_rank_does_not_hold_up_the_others_downloads(context, out, tmp_path):
