@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -129,16 +130,29 @@ def anonymous_bytes(pid: int) -> int:
     return int(sizes.get("Pss_Anon", "0 kB").split()[0]) << 10
 
 
-class Peak(threading.Thread):
-    """Highest anonymous memory, summed over a session's processes."""
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Watch(threading.Thread):
+    """Highest anonymous memory, summed over a session's processes, and their processor time."""
 
     def __init__(self, leader: int) -> None:
         super().__init__(daemon=True)
-        self.leader, self.value, self.stop = leader, 0, threading.Event()
+        self.leader, self.peak, self.stop = leader, 0, threading.Event()
+        self.cpu: dict[int, float] = {}
 
     def run(self) -> None:
-        while not self.stop.wait(0.1):
-            self.value = max(self.value, sum(map(anonymous_bytes, family(self.leader))))
+        while not self.stop.wait(0.05):
+            members = family(self.leader)
+            self.peak = max(self.peak, sum(map(anonymous_bytes, members)))
+            for pid in members:
+                self.cpu[pid] = max(self.cpu.get(pid, 0.0), cpu_seconds(pid))
 
 
 def measure(what: str, paths: list[str], work: Path, extra: dict[str, object]) -> dict[str, float]:
@@ -152,30 +166,38 @@ def measure(what: str, paths: list[str], work: Path, extra: dict[str, object]) -
     process = subprocess.Popen(
         [sys.executable, __file__, "--one", task], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    peak = Peak(process.pid)
-    peak.start()
+    watch = Watch(process.pid)
+    watch.start()
     stdout, _ = process.communicate()
     whole = time.perf_counter() - began
-    peak.stop.set()
-    peak.join()
+    watch.stop.set()
+    watch.join()
     if process.returncode:
         raise SystemExit(f"{what} failed")
     shutil.rmtree(out, ignore_errors=True)
+    seconds, before = map(float, stdout.splitlines()[-1].split())
     return {
-        "seconds": float(stdout.splitlines()[-1]),
+        "seconds": seconds,
         "process_seconds": whole,
-        "anonymous_bytes": peak.value,
+        "cpu_seconds": sum(watch.cpu.values()) - before,
+        "anonymous_bytes": watch.peak,
     }
 
 
-def run_one(task: dict[str, object]) -> float:
-    """Body of a measured process."""
+def run_one(task: dict[str, Any]) -> tuple[float, float]:
+    """Body of a measured process: seconds, and the processor time that its imports took before."""
     what, paths = task["what"], task["paths"]
-    if what == "decode":
-        return run_decode(paths)
     if what == "stock":
-        return run_stock(paths, task["out"], task["boundaries"], task["encoding"])
-    return run_ours(paths, task["out"], task["boundaries"], int(what.split()[1]))
+        import streaming  # noqa: F401
+    else:
+        import shardgen.finish
+        import shardgen.read_parquet  # noqa: F401
+    before = time.process_time()
+    if what == "decode":
+        return run_decode(paths), before
+    if what == "stock":
+        return run_stock(paths, task["out"], task["boundaries"], task["encoding"]), before
+    return run_ours(paths, task["out"], task["boundaries"], int(what.split()[1])), before
 
 
 def draw_lengths(source: str | None, count: int) -> np.ndarray:
@@ -227,6 +249,7 @@ def bench(paths: list[str], work: Path, workers: list[int], repeats: int) -> dic
                 "tokens_per_second": num_tokens / median[name],
                 "seconds": median[name],
                 "process_seconds": statistics.median(run["process_seconds"] for run in runs[name]),
+                "cpu_seconds": statistics.median(run["cpu_seconds"] for run in runs[name]),
                 "anonymous_bytes": max(run["anonymous_bytes"] for run in runs[name]),
                 "times_stock": median["stock"] / median[name],
             }
@@ -249,7 +272,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(run_one(json.loads(arguments.one)))
+        print(*run_one(json.loads(arguments.one)))
         return
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         work = Path(folder)
@@ -266,11 +289,13 @@ def main() -> None:
     print(
         f"{result['num_samples']:,} samples, {result['num_tokens']:,} tokens, medians of {result['repeats']}"
     )
-    print(f"{'':10}{'samples/s':>12}{'Mtokens/s':>12}{'x stock':>9}{'process s':>11}{'anonymous MB':>14}")
+    print(
+        f"{'':10}{'samples/s':>12}{'Mtokens/s':>12}{'x stock':>9}{'process s':>11}{'CPU s':>8}{'anonymous MB':>14}"
+    )
     for name, found in result["contestants"].items():
         print(
             f"{name:10}{found['samples_per_second']:12,.0f}{found['tokens_per_second'] / 1e6:12.1f}"
-            f"{found['times_stock']:9.2f}{found['process_seconds']:11.1f}"
+            f"{found['times_stock']:9.2f}{found['process_seconds']:11.1f}{found['cpu_seconds']:8.1f}"
             f"{found['anonymous_bytes'] / 1e6:14.0f}"
         )
     if arguments.json:
