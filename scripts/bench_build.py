@@ -290,7 +290,8 @@ def main() -> None:
         f"{result['num_samples']:,} samples, {result['num_tokens']:,} tokens, medians of {result['repeats']}"
     )
     print(
-        f"{'':10}{'samples/s':>12}{'Mtokens/s':>12}{'x stock':>9}{'process s':>11}{'CPU s':>8}{'anonymous MB':>14}"
+        f"{'':10}{'samples/s':>12}{'Mtokens/s':>12}{'x stock':>9}{'process s':>11}{'CPU s':>8}"
+        f"{'anonymous MB':>14}"
     )
     for name, found in result["contestants"].items():
         print(
