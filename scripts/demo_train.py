@@ -49,7 +49,7 @@ class CausalLM(nn.Module):
         """(B, L) ids and labels -> the sum of the losses of all labels that are not -100."""
         length = input_ids.shape[1]
         hidden = self.tokens(input_ids) + self.positions.weight[:length]  # (B, L, width)
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=hidden.device)
         hidden = self.layers(hidden, mask=mask, is_causal=True)
         logits = self.head(hidden[:, :-1])  # (B, L - 1, vocabulary): position i predicts token i + 1
         return F.cross_entropy(
