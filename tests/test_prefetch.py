@@ -1,121 +1,58 @@
-"""The background thread: bounded, ordered, honest about errors, and gone when it is not wanted."""
+"""Reading ahead changes neither items nor order, and leaves no thread behind."""
 
-import gc
-import os
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from loader.prefetch import Prefetcher
-
-
-def threads():
-    return [t for t in threading.enumerate() if t.name == "loader-prefetch"]
+from shardgen.prefetch import prefetch
 
 
-def until(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+@given(st.lists(st.one_of(st.integers(), st.none())), st.integers(1, 3))
+def test_the_same_items_in_the_same_order(items, depth):
+    assert list(prefetch(iter(items), depth)) == items
 
 
-def test_order_and_end():
-    prefetcher = Prefetcher(iter(range(100)), 3, 5)
-    assert list(prefetcher) == list(range(100))
-    assert list(prefetcher) == []
-
-
-def test_never_more_than_depth_ready():
-    made = []
-
-    def source():
-        for number in range(10):
-            made.append(number)
-            yield number
-
-    prefetcher = Prefetcher(source(), 2, 5)
-    until(lambda: prefetcher.depth == 2)
-    time.sleep(0.05)
-    assert made == [0, 1]
-    next(prefetcher)
-    until(lambda: made == [0, 1, 2])
-    prefetcher.close()
-
-
-def test_errors_come_after_what_was_ready_before_them():
+def test_an_exception_comes_where_its_item_would():
     def source():
         yield 1
         yield 2
-        raise KeyError("broken")
+        raise KeyError("third")
 
-    prefetcher = Prefetcher(source(), 5, 5)
-    until(lambda: prefetcher.depth == 2)
-    assert [next(prefetcher), next(prefetcher)] == [1, 2]
-    with pytest.raises(KeyError, match="broken"):
-        next(prefetcher)
-    with pytest.raises(StopIteration):
-        next(prefetcher)
+    found = []
+    with pytest.raises(KeyError, match=r"third"):
+        for item in prefetch(source()):
+            found.append(item)
+    assert found == [1, 2]
 
 
-def test_timeout():
-    stuck = threading.Event()
-
-    def source():
-        stuck.wait(5)
-        yield 1
-
-    prefetcher = Prefetcher(source(), 1, 0.05)
-    with pytest.raises(TimeoutError, match=r"timeout=0\.05"):
-        next(prefetcher)
-    stuck.set()
-    prefetcher.close()
-
-
-def test_close_stops_a_full_and_a_waiting_thread_and_closes_the_source():
-    closed = []
+def test_it_reads_ahead_but_no_further_than_asked():
+    made = []
+    second = threading.Event()
 
     def source():
-        try:
-            yield from range(10**9)
-        finally:
-            closed.append(True)
+        for i in range(10):
+            made.append(i)
+            if i == 1:
+                second.set()
+            yield i
 
-    prefetcher = Prefetcher(source(), 2, 5)
-    next(prefetcher)
-    assert prefetcher.close()
-    assert not threads()
-    prefetcher.close()
-    del prefetcher
-    gc.collect()
-    assert closed == [True]
-    with pytest.raises(StopIteration):
-        next(Prefetcher(iter(()), 1, 5))
+    items = prefetch(source(), 1)
+    assert next(items) == 0
+    assert second.wait(10)  # the second is made although nobody asked for it
+    items.close()
+    assert len(made) <= 3  # one handed out, one waiting, one in the making
 
 
-def test_dropping_it_stops_the_thread():
-    prefetcher = Prefetcher(iter(range(10**9)), 2, 5)
-    next(prefetcher)
-    del prefetcher
-    assert not threads()
+def test_leaving_early_ends_the_thread_and_closes_the_source():
+    before = threading.active_count()
 
+    def endless():
+        while True:
+            yield 0
 
-def test_interpreter_exit_with_a_running_thread():
-    program = (
-        "from loader.prefetch import Prefetcher\n"
-        "import itertools, time\n"
-        "def source():\n"
-        "    for i in itertools.count():\n"
-        "        time.sleep(0.001)\n"
-        "        yield bytes(1000)\n"
-        "kept = Prefetcher(source(), 3, 5)\n"
-        "next(kept)\n"
-        "print('done')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=os.getcwd()
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    for _ in prefetch(endless()):
+        break
+    # `for` drops the generator, whose clean-up joins the thread
+    assert threading.active_count() == before
