@@ -73,7 +73,12 @@ def build_options(options: dict[str, Any]) -> BuildOptions:
 @click.option("--loss-mask-column", help="Column with a list that is 0 where a token has no loss.")
 @click.option("--split", help="Split of a saved DatasetDict.")
 @click.option("--max-length", type=click.IntRange(1), help="Longest sample, in tokens.")
-@click.option("--over-length", type=click.Choice(["error", "drop", "truncate", "split"]), default="error")
+@click.option(
+    "--over-length",
+    type=click.Choice(["error", "drop", "truncate", "split"]),
+    default="error",
+    help="Rows longer than that, or than the token budget.",
+)
 @click.option(
     "--on-empty", type=click.Choice(["error", "skip"]), default="error", help="Rows without tokens."
 )
@@ -95,7 +100,14 @@ def build_options(options: dict[str, Any]) -> BuildOptions:
 def build_command(
     inputs: tuple[str, ...], out: str, tokens_per_second: float | None, as_json: bool, **options: Any
 ) -> None:
-    """Write length-bucketed shards from Parquet, Arrow or JSON-lines files."""
+    """Write length-bucketed shards from Parquet, Arrow or JSON-lines files.
+
+    \b
+    shardgen build data/ --out shards
+    shardgen build 'data/*.parquet' --out shards --buckets auto --token-budget 16384 --workers 8
+    shardgen build corpus.jsonl --out s3://bucket/shards --max-length 8192 --over-length truncate
+    shardgen build data/ --out shards --resume
+    """
     from shardgen.build import build
     from shardgen.console import print_build, progress_bars, stderr_console
 

@@ -51,7 +51,7 @@ def explain_command(
     shardgen explain out/ --state loader.json --step 170 --rank 0
     """
     from loader.explained import Explainer
-    from shardgen.console import stderr_console
+    from shardgen.console import progress_bars, stderr_console
 
     if (step is None) != (rank is None):
         raise click.UsageError("a batch is named by --step and --rank: give both")
@@ -61,13 +61,15 @@ def explain_command(
         raise click.UsageError("say what to explain: --step and --rank, --sample, or --state")
     if micro_step is not None and step is None:
         raise click.UsageError("--micro-step needs --step")
-    explainer = Explainer.open(directory, options, state)
-    if step is not None and rank is not None:
-        report = explainer.batches(epoch, step, micro_step, rank)
-    elif sample is not None:
-        report = explainer.sample(epoch, sample)
-    else:
-        report = explainer.position()
+    with progress_bars() as progress:
+        progress.start("planning", 0)
+        explainer = Explainer.open(directory, options, state)
+        if step is not None and rank is not None:
+            report = explainer.batches(epoch, step, micro_step, rank)
+        elif sample is not None:
+            report = explainer.sample(epoch, sample)
+        else:
+            report = explainer.position()
     _print(report, explainer, stderr_console())
     if as_json:
         click.echo(json.dumps(report))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from shardgen.lengths import Histogram
     from shardgen.optimize import OptimizeResult
+    from shardgen.progress import Progress
 
 
 @click.command("optimize")
@@ -42,19 +43,21 @@ def optimize_command(
     shardgen optimize out/ --boundaries 512,1024,2048,4096
     """
     from shardgen.cli_options import Planning
-    from shardgen.console import stderr_console
+    from shardgen.console import progress_bars, stderr_console
     from shardgen.optimize import optimize
 
     planning = Planning.of(options, _recorded(inputs))
-    histogram = _read_histogram(inputs, options)
-    result = optimize(
-        histogram,
-        num_buckets=planning.num_buckets,
-        budget=planning.budget,
-        lookahead=planning.lookahead,
-        optimize_for_lookahead=planning.optimize_for_lookahead,
-        boundaries=planning.boundaries,
-    )
+    with progress_bars() as progress:
+        histogram = _read_histogram(inputs, options, progress)
+        progress.start("finding boundaries", 0)
+        result = optimize(
+            histogram,
+            num_buckets=planning.num_buckets,
+            budget=planning.budget,
+            lookahead=planning.lookahead,
+            optimize_for_lookahead=planning.optimize_for_lookahead,
+            boundaries=planning.boundaries,
+        )
     report = result.to_json()
     if tokens_per_second is not None:
         report["tokens_per_second"] = tokens_per_second * result.lookahead_padding_efficiency
@@ -75,7 +78,7 @@ def _recorded(inputs: tuple[str, ...]) -> dict[str, Any] | None:
     return Manifest.load(inputs[0]).options
 
 
-def _read_histogram(inputs: tuple[str, ...], options: dict[str, Any]) -> Histogram:
+def _read_histogram(inputs: tuple[str, ...], options: dict[str, Any], progress: Progress) -> Histogram:
     from pathlib import Path
 
     from shardgen.lengths import Histogram, read_histogram_file
@@ -85,7 +88,8 @@ def _read_histogram(inputs: tuple[str, ...], options: dict[str, Any]) -> Histogr
     from shardgen.sources import read_lengths
 
     names = ("tokens_column", "length_column", "split")
-    return Histogram.from_lengths(read_lengths(inputs, **{name: options[name] for name in names}).lengths)
+    chosen = {name: options[name] for name in names}
+    return Histogram.from_lengths(read_lengths(inputs, **chosen, progress=progress).lengths)
 
 
 def _print(result: OptimizeResult, lookahead: int, report: dict[str, Any], console: Console) -> None:

@@ -20,6 +20,7 @@ from shardgen.buckets import Buckets
 from shardgen.cli_build import ByteSize
 from shardgen.cli_options import Planning
 from shardgen.lengths import Histogram
+from shardgen.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +55,30 @@ def best_boundaries(lengths: NDArray[np.integer[Any]], planning: Planning) -> tu
     ).boundaries
 
 
-def read_subject(inputs: Sequence[str], options: Mapping[str, Any]) -> Subject:
+def read_subject(
+    inputs: Sequence[str], options: Mapping[str, Any], progress: Progress | None = None
+) -> Subject:
     """Read lengths, settle the boundaries and assume shards.
 
     Args:
         inputs: Data files, directories, globs, files of lengths, or one build.
         options: Parameters of the running command, by name.
+        progress: Told of the stages.
 
     Raises:
         UserError: Something cannot be read, or a sample fits no batch.
     """
     from shardgen.sources import read_lengths
 
+    progress = progress or Progress()
     lengths = read_lengths(
         inputs,
         tokens_column=options["tokens_column"],
         length_column=options["length_column"],
         split=options["split"],
+        progress=progress,
     ).lengths
+    progress.start("finding boundaries", 0)
     built = _build(inputs)
     if built is None:
         planning = Planning.of(options)

@@ -43,8 +43,8 @@ def report_command(inputs: tuple[str, ...], out: str, frontier: bool, **options:
     from shardgen.report_data import collect
 
     check_out(Path(out))
-    subject = read_subject(inputs, options)
     with progress_bars() as progress:
+        subject = read_subject(inputs, options, progress)
         data = collect(subject, frontier=frontier, progress=progress)
         progress.start("drawing", 0)
         html = render(data, _title(inputs), _command_line(click.get_current_context(), inputs))

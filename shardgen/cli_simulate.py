@@ -58,10 +58,10 @@ def simulate_command(
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
         raise UserError(f"strategy {unknown[0]!r} is not one of {', '.join(STRATEGIES)}")
-    subject = read_subject(inputs, options)
     results: dict[str, Simulated] = {}
     points: list[dict[str, Any]] = []
     with progress_bars() as progress:
+        subject = read_subject(inputs, options, progress)
         progress.start("planning", len(chosen))
         for name in chosen:
             results[name] = simulate(subject.corpus, subject.plan_options, subject.epoch_options, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 
 import click
@@ -21,14 +22,23 @@ from shardgen.errors import UserError
 def verify_command(
     directory: str, sources: tuple[str, ...], more_sources: tuple[str, ...], split: str | None, as_json: bool
 ) -> None:
-    """Check hashes, sizes, counts and order; with --source, that every source row is there exactly once."""
+    """Check hashes, sizes, counts and order; with --source, that every source row is there exactly once.
+
+    \b
+    shardgen verify shards
+    shardgen verify shards --source data/ --json
+    """
+
     from shardgen.console import progress_bars, stderr_console
+    from shardgen.manifest import Manifest
     from shardgen.verify import verify
 
     if more_sources and not sources:
         raise click.UsageError("more than one directory: name the inputs of the build with --source")
     with progress_bars() as progress:
-        progress.start("verifying", 0)
+        # Shards are gone through once, and once more beside the source.
+        total = Manifest.load(directory).num_samples if os.path.isdir(directory) else 0
+        progress.start("verifying", total * (2 if sources else 1))
         result = verify(directory, (*sources, *more_sources), progress.advance, split)
     manifest = result.manifest
     console = stderr_console()

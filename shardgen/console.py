@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from shardgen.progress import Progress
 
@@ -21,8 +22,37 @@ PLAIN_WIDTH = 110
 
 
 def stderr_console() -> Console:
-    """A console on stderr; of a fixed width where there is no terminal."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH, highlight=False)
+    """A console on stderr; of a fixed width without a terminal. Brackets in names stay as they are."""
+    width = None if sys.stderr.isatty() else PLAIN_WIDTH
+    return Console(stderr=True, width=width, highlight=False, markup=False)
+
+
+class _Count(ProgressColumn):
+    """``1,200/5,000``, or ``1,200`` where the total is unknown."""
+
+    def render(self, task: Task) -> Text:
+        done = f"{task.completed:,.0f}"
+        return Text(f"{done}/{task.total:,.0f}" if task.total else done if task.completed else "")
+
+
+class _Rate(ProgressColumn):
+    """``3,450/s`` once it is known."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        if not speed:
+            return Text("")
+        return Text(f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.1f}/s")
+
+
+class _Time(TimeRemainingColumn):
+    """The time left, or where nobody can know it the time passed."""
+
+    def render(self, task: Task) -> Text:
+        if task.total:
+            left = super().render(task)
+            return Text.assemble(left, " left", style="progress.remaining")
+        return Text(f"{task.elapsed or 0:.0f} s")
 
 
 @contextmanager
@@ -35,8 +65,9 @@ def progress_bars() -> Iterator[Progress]:
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        _Count(),
+        _Rate(),
+        _Time(),
     )
     with Bars(*columns, console=stderr_console(), transient=True) as bars:
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardgen import storage
 from shardgen.errors import UserError
+from shardgen.progress import Progress
 
 if TYPE_CHECKING:  # pyarrow takes 0.3 s to import, so only readers do
     import numpy as np
@@ -204,6 +205,7 @@ def read_lengths(
     tokens_column: str = "input_ids",
     length_column: str | None = None,
     split: str | None = None,
+    progress: Progress | None = None,
 ) -> SourceLengths:
     """Lengths of all rows, for planning; the tokens are not read when there is a column of lengths.
 
@@ -212,6 +214,7 @@ def read_lengths(
         tokens_column: Column of tokens.
         length_column: Column of lengths; ``None`` takes ``seq_len`` when there is one; empty: none.
         split: Which split of a saved DatasetDict.
+        progress: Told of the rows read.
 
     Raises:
         UserError: Something cannot be read, or no row has a token.
@@ -220,6 +223,7 @@ def read_lengths(
 
     from shardgen.lengths import read_lengths_file
 
+    progress = progress or Progress()
     parts: list[NDArray[np.int64]] = []
     files: list[str] = []
     num_rows = 0
@@ -232,7 +236,13 @@ def read_lengths(
             from shardgen.scan import scan_lengths
 
             sources = open_sources([path], split)
-            rows = scan_lengths(sources, tokens_column=tokens_column, length_column=length_column)
+            progress.start("reading lengths", sum(source.num_rows for source in sources))
+            rows = scan_lengths(
+                sources,
+                tokens_column=tokens_column,
+                length_column=length_column,
+                progress=progress.advance,
+            )
             found, names = rows.lengths.astype(np.int64), [source.path for source in sources]
         num_rows += len(found)
         parts.append(found[found > 0])

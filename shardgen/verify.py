@@ -253,7 +253,8 @@ def verify(
     Args:
         directory: A finished build.
         sources: The inputs it was made from, in the same order.
-        progress: Called with the number of samples checked since the last call.
+        progress: Called with the number of samples checked since the last call; each is checked once, and
+            once more beside the source.
         split: Split of a saved DatasetDict.
 
     Raises:
@@ -266,5 +267,5 @@ def verify(
     if sources:
         from shardgen.verify_source import compare
 
-        compare(verification, sources, split)
+        compare(verification, sources, split, progress)
     return verification

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -86,7 +86,12 @@ class StoredShards(ShardFiles):
         self._data.clear()
 
 
-def _compare_all(verification: Verification, inputs: Sequence[str], split: str | None) -> None:
+def _compare_all(
+    verification: Verification,
+    inputs: Sequence[str],
+    split: str | None,
+    progress: Callable[[int], None] | None,
+) -> None:
     manifest = verification.manifest
     options = options_of(manifest)
     sources = open_sources(inputs, split)
@@ -105,22 +110,33 @@ def _compare_all(verification: Verification, inputs: Sequence[str], split: str |
             raise UserError(f"--source has columns {encodings}, the build stores {manifest.columns}")
         try:
             found = Differences(ids=[], stored=[], expected={})
-            _compare_tasks(verification, prepared, found)
+            _compare_tasks(verification, prepared, found, progress)
             _report(verification, prepared, found)
             return
         except RaggedColumnError as error:
             ragged.add(error.column)
 
 
-def compare(verification: Verification, inputs: Sequence[str], split: str | None = None) -> None:
+def compare(
+    verification: Verification,
+    inputs: Sequence[str],
+    split: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
     """Add to the problems whatever differs between the build and its source.
+
+    Args:
+        verification: The checks so far.
+        inputs: The inputs of the build, in the same order.
+        split: Split of a saved DatasetDict.
+        progress: Called with the number of samples compared since the last call.
 
     Raises:
         UserError: The source is not the one the build was made from, or cannot be read.
     """
     if verification.problems and not verification.samples:
         return
-    _compare_all(verification, inputs, split)
+    _compare_all(verification, inputs, split, progress)
 
 
 def _compare_rows(verification: Verification, prepared: Prepared) -> bool:
@@ -154,7 +170,12 @@ def _compare_rows(verification: Verification, prepared: Prepared) -> bool:
     return True
 
 
-def _compare_tasks(verification: Verification, prepared: Prepared, found: Differences) -> None:
+def _compare_tasks(
+    verification: Verification,
+    prepared: Prepared,
+    found: Differences,
+    progress: Callable[[int], None] | None,
+) -> None:
     if not _compare_rows(verification, prepared):
         return
     layout = prepared.arrangement.layout
@@ -179,6 +200,8 @@ def _compare_tasks(verification: Verification, prepared: Prepared, found: Differ
         mine = ids[first : first + len(task.rows)]
         first += len(task.rows)
         _compare_task(verification, prepared, job, task, mine, found)
+        if progress is not None:
+            progress(len(task.rows))
 
 
 def _compare_task(
