@@ -176,6 +176,9 @@ def report(lanes: list[Lane], fitted: FittedCost, dataset: BucketedDataset) -> d
         rounds = np.array(lane.tokens) / np.array(lane.seconds)
         base_rounds = np.array(base.tokens) / np.array(base.seconds)
         figures[lane.name] = {
+            "num_tokens": sum(lane.tokens),
+            "num_steps": lane.taken,
+            "seconds": sum(lane.seconds),
             "tokens_per_s": lane.tokens_per_s,
             "ratio": lane.tokens_per_s / base.tokens_per_s,
             "median_ratio": float(np.median(rounds / base_rounds)),

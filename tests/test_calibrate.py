@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
+from datasets import make_dataset, mixed_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader import BucketedDataLoader, BucketedDataset
 from shardgen.cost import CostModel, FittedCost, _non_negative
 from shardgen.errors import UserError
 
@@ -104,3 +107,82 @@ def test_a_fitted_model_travels_through_its_file(tmp_path):
     assert isinstance(fitted, FittedCost)
     (tmp_path / "cost.json").write_text(json.dumps(fitted.model.to_json()))
     assert CostModel.load(tmp_path / "cost.json") == fitted.model
+
+
+STEP = """
+def step(batch_size, length):
+    return (batch_size * length * (1 + length / 700) + 250) * 3e-6
+"""
+
+
+def test_the_script_fits_what_a_step_tells_and_predicts_a_real_epoch(tmp_path, python, root):
+    """The step tells its time, so the figures are exact, held out or not, and of a whole epoch too."""
+    out = make_dataset(tmp_path, mixed_lengths(200, 300, seed=1), token_budget=1000, num_buckets=3)
+    (tmp_path / "steps.py").write_text(STEP)
+    done = python(
+        *(root / "scripts/calibrate.py", f"{tmp_path}/steps.py:step", "--out", tmp_path / "cost.json"),
+        *("--token-budget", 1000, "--longest", 300, "--rounds", 3, "--epoch", out),
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    model = CostModel.load(tmp_path / "cost.json")
+    assert model == CostModel(quadratic_length=700, overhead_tokens=250)
+    held_out = done.stdout.split("held out:\n")[1].splitlines()
+    shapes = [line for line in held_out if line.endswith("%") and line.split()[0].isdigit()]
+    assert len(shapes) == 5
+    for line in shapes:
+        rows, length, measured, unit = line.split()[:4]
+        assert unit == "ms"
+        assert float(measured) == pytest.approx(float(model.cost(int(rows), int(length))) * 3e-3, abs=0.006)
+        assert line.split()[-1] in ("+0.0%", "-0.0%")
+    epoch = next(line for line in held_out if line.startswith("a real epoch"))
+    assert epoch.endswith(("+0.0%", "-0.0%"))
+    dataset = BucketedDataset(local=str(out))
+    assert f"{len(BucketedDataLoader(dataset))} batches" in epoch
+    # and the commands take the file
+    simulated = python("-m", "shardgen", "simulate", out, "--cost-model", tmp_path / "cost.json", "--json")
+    assert simulated.returncode == 0, simulated.stderr
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("steps", "names no function"),
+        ("{folder}/steps.py:nothing", "has no function nothing"),
+        ("{folder}/none.py:step", "there is no file"),
+    ],
+)
+def test_a_step_that_cannot_be_found_is_one_line(tmp_path, python, root, step, message):
+    (tmp_path / "steps.py").write_text(STEP)
+    done = python(
+        *(root / "scripts/calibrate.py", step.format(folder=tmp_path)),
+        *("--token-budget", 100, "--longest", 30, "--out", tmp_path / "cost.json"),
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
+    assert not (tmp_path / "cost.json").exists()
+
+
+@pytest.mark.distributed
+def test_throughput_trains_all_strategies_on_two_ranks(tmp_path, python, root):
+    """No figure of speed is asserted; only that everybody trained on the tokens of the plan."""
+    out = make_dataset(tmp_path, mixed_lengths(400, 90, seed=1), token_budget=300, num_buckets=3)
+    script = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        root / "scripts/throughput.py",
+    )
+    size = ("--vocabulary", 30_000, "--width", 32, "--layers", 1, "--rounds", 2)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = python(*script, out, tmp_path / "result", *size, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "result/throughput.json").read_text())
+    assert list(record["strategies"]) == ["sorted-static", "full-shuffle", "bucket-shuffle", "loader"]
+    for figures in record["strategies"].values():
+        assert figures["num_tokens"] == int(np.sum(mixed_lengths(400, 90, seed=1)))
+        assert figures["tokens_per_s"] > 0 and figures["predicted_tokens_per_s"] > 0
+    assert record["strategies"]["sorted-static"]["ratio"] == 1.0
+    assert (tmp_path / "result/loss.png").read_bytes().startswith(b"\x89PNG")
