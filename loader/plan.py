@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from loader.block import BlockPlan, PlannedBatch, apply_skip, describe
 from loader.deal import Batches, Layout, deal
 from loader.keys import Purpose, derive_key, hash_ids
+from loader.lane_tail import plan_lane_tail
 from loader.options import EpochOptions, PlanOptions
 from loader.packed import cut_packed, deal_packed, row_cost
 from loader.pool import Corpus, EpochPlanner, Pool
@@ -194,14 +195,33 @@ class _Round:
         return None if dealt is None else (dealt.batch, dealt.num_rows)
 
     def _tail(self, left: NDArray[np.int64]) -> TailSteps:
+        tail, num_groups = None, self.layout.num_groups
+        if num_groups > 1:
+            group = self.lane[left] * num_groups // self.layout.num_lanes
+            tail = plan_lane_tail(
+                group,
+                num_groups,
+                lambda rows, *args: self._tail_of(left[rows], *args),
+                lambda rows, num_rows: self._cost_of(left[rows], num_rows),
+                self.options,
+            )
+        tail = tail or self._tail_of(left, self.options, None)
+        return replace(tail, rows=left[tail.rows])
+
+    def _tail_of(self, left: NDArray[np.int64], options: PlanOptions, num_batches: int | None) -> TailSteps:
         length, hashes = self.length[left], self.hash[left]
         if self.packed:
-            tail = plan_packed_tail(length, row_cost(length, self.options), hashes, self.options)
-        else:
-            tail = plan_tail(
-                self.padded_at[length], self.bucket[left], hashes, self._rows_within, self.options
-            )
-        return replace(tail, rows=left[tail.rows])
+            return plan_packed_tail(length, row_cost(length, options), hashes, options, num_batches)
+        padded, bucket = self.padded_at[length], self.bucket[left]
+        return plan_tail(padded, bucket, hashes, self._rows_within, options, num_batches)
+
+    def _cost_of(self, rows: NDArray[np.int64], num_rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Scaled cost of batches that hold these rows one after another, none empty."""
+        start = np.cumsum(num_rows) - num_rows
+        if self.packed:
+            return np.add.reduceat(row_cost(self.length[rows], self.options), start)
+        longest = longest_in(self.padded_at[self.length[rows]], start, start + num_rows)
+        return self.cost.scaled(num_rows, longest)
 
     def _rows_within(self, padded: NDArray[np.int64], limit: int | None) -> NDArray[np.int64]:
         """Rows of a batch by its padded length, under a scaled cost limit too, but at least one."""

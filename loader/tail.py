@@ -67,6 +67,7 @@ def plan_tail(
     hashes: NDArray[np.uint64],
     rows_at: Callable[[NDArray[np.int64], int | None], NDArray[np.int64]],
     options: PlanOptions,
+    num_batches: int | None = None,
 ) -> TailSteps:
     """Cut and place all rows.
 
@@ -76,6 +77,8 @@ def plan_tail(
         hashes: Keyed hash of each row, uint64, shape (M,).
         rows_at: Most rows of a batch by its longest row, under a scaled cost limit or none.
         options: The plan's options.
+        num_batches: Exactly so many, a multiple of the world size that the rows suffice for; ``None`` for as
+            few as will do.
 
     Raises:
         UserError: Fillers are needed and ``tail="error"``.
@@ -84,7 +87,11 @@ def plan_tail(
     length, bucket = length[order], bucket[order]
     group_stop = np.cumsum(np.unique(bucket, return_counts=True)[1])
     fewest = len(_cut(rows_at(length, None), group_stop)) - 1
-    count = _Count.choose(len(length), fewest, options)
+    count = (
+        _Count.choose(len(length), fewest, options)
+        if num_batches is None
+        else _Count(batches=num_batches, fillers=0)
+    )
     starts = _cut_evenly(length, group_stop, count.batches - count.fillers, rows_at, options)
     sizes, longest = np.diff(starts), length[starts[:-1]]
     if count.batches % options.batches_per_step == 0 and not count.fillers:
@@ -99,7 +106,11 @@ def plan_tail(
 
 
 def plan_packed_tail(
-    length: NDArray[np.int64], cost: NDArray[np.int64], hashes: NDArray[np.uint64], options: PlanOptions
+    length: NDArray[np.int64],
+    cost: NDArray[np.int64],
+    hashes: NDArray[np.uint64],
+    options: PlanOptions,
+    num_batches: int | None = None,
 ) -> TailSteps:
     """As :func:`plan_tail` for the packed layout.
 
@@ -108,6 +119,7 @@ def plan_packed_tail(
         cost: Scaled cost of each row alone, int64, shape (M,).
         hashes: Keyed hash of each row, uint64, shape (M,).
         options: The plan's options.
+        num_batches: See :func:`plan_tail`.
     """
     order = np.lexsort((hashes, -length)).tolist()
     model = options.cost_model()
@@ -119,7 +131,11 @@ def plan_packed_tail(
     tokens, costs = length.tolist(), cost.tolist()
     first_fit = _fill(order, tokens, costs, limits, None)
     assert first_fit is not None  # without a number of batches there is always room
-    count = _Count.choose(len(order), len(first_fit), options)
+    count = (
+        _Count.choose(len(order), len(first_fit), options)
+        if num_batches is None
+        else _Count(batches=num_batches, fillers=0)
+    )
     wanted = count.batches - count.fillers
     bins = _fill(order, tokens, costs, limits, wanted) or first_fit
     while len(bins) < wanted:

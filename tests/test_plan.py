@@ -363,7 +363,7 @@ def test_lanes_keep_to_their_ranks():
     for b in range(len(plan.batch_start) - 1):
         lanes = lane_of[plan.batch_start[b] : plan.batch_start[b + 1]]
         own += int((lanes == (b % 8) // 2).sum())
-    assert own / len(pool) > 0.98  # the tail alone mixes lanes
+    assert own == len(pool)
     with pytest.raises(UserError, match=r"num_canonical_nodes 3 does not divide the 16 batches"):
         plan_block(corpus, pool, options, EpochOptions(num_canonical_nodes=3), 0)
 
@@ -378,7 +378,7 @@ def digest(plans: list[BlockPlan]) -> str:
 
 GOLDEN = {
     "padded": "345207f9dcc9ef3b",
-    "lanes and blocks": "c81779e691ef9d18",
+    "lanes and blocks": "fb2f174befb3e02a",
     "packed": "0aeab16d6b9d71a7",
     "static": "416d4eaf630af544",
 }
@@ -445,13 +445,13 @@ def test_a_cost_budget_keeps_ranks_together(token_budget, cost_budget, accumulat
     assert max(batch_cost(p, corpus, options).max() for p in plans) <= cost_budget
 
 
-@pytest.mark.parametrize("lanes", [4, 8])
-def test_lanes_cost_little(lanes):
+@pytest.mark.parametrize(("lanes", "balance"), [(4, 0.985), (8, 0.984)])
+def test_lanes_cost_little(lanes, balance):
     corpus = corpus_of_lengths(drafter_lengths(), DRAFTER_OPTIMAL)
     options = PlanOptions(boundaries=DRAFTER_OPTIMAL, token_budget=49_152, world_size=8, accumulate=4)
     _, plans = plan_epoch(corpus, options, EpochOptions(num_canonical_nodes=lanes))
     quality = assess(plans, corpus, options)
-    assert quality.step_divergence <= 0.060 and quality.rank_balance >= 0.985
+    assert quality.step_divergence <= 0.060 and quality.rank_balance >= balance
 
 
 @pytest.mark.parametrize("quadratic_length", [None, 8192])
