@@ -185,6 +185,10 @@ def standalone_svg(figure: Figure, name: str, label: str, theme: str, num_bucket
     return _svg(figure, name, label, {hex_: colors[variable] for hex_, variable in _NAMES.items()}, colors)
 
 
+def _shorter(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
+
 def _svg(
     figure: Figure, name: str, label: str, names: Mapping[str, str], theme: Mapping[str, str] | None
 ) -> str:
@@ -200,6 +204,10 @@ def _svg(
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # The style would reach beyond the figure; these are the defaults that lines need.
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
+    # Groups of one path, and a thousandth of a pixel, are of no use.
+    svg = re.sub(r'<g id="patch_\d+">\s*(<path\b[^>]*/>)\s*</g>', r"\1", svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", _shorter, tag[0]), svg)
+    svg = re.sub(r"\n\s*", " ", svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", FONT, svg)
@@ -217,4 +225,4 @@ def _svg(
         f'viewBox="0 0 {width} {height}" role="img" aria-label="{label}" '
         f'style="stroke-linejoin:round;stroke-linecap:butt">{background}'
     )
-    return re.sub(r"<svg\b[^>]*>", lambda found: opening, svg, count=1).replace("\n", "")
+    return re.sub(r"<svg\b[^>]*>", lambda found: opening, svg, count=1)

@@ -343,6 +343,7 @@ def test_texts_of_figures_are_their_values(laid_out, data):
             assert name in texts
             for key in ("padding_efficiency", "rank_balance", "overall"):
                 assert f"{figures[key]:.1%}" in texts
+            assert {f"{figures['recurrence']:.4f}", f"{figures['step_divergence']:.3f}"} <= set(texts)
         texts = [text["text"] for text in measured["figures"]["shapes"][0]["texts"]]
         for choice in data["shapes"]["choices"]:
             assert {choice["name"], f"{choice['num_shapes']:,}"} <= set(texts)
