@@ -59,7 +59,7 @@ class Fragments:
         shards: Shard of each run, int64, shape (F,).
         offsets: First byte inside the shard, int64, shape (F,).
         num_bytes: Bytes, int64, shape (F,).
-        hashes: xxh64 of the bytes, uint64, shape (F,).
+        hashes: xxh3_64 of the bytes, uint64, shape (F,).
     """
 
     shards: NDArray[np.int64]

@@ -25,7 +25,7 @@ from shardgen.upstream import get_hash
 BATCH_BYTES = 8 << 20
 # A decoded batch, the next one being decoded, decoder pages, and the encoded copy share the bound.
 BATCHES_PER_MEMORY = 8
-FRAGMENT_HASH = "xxh64"
+FRAGMENT_HASH = "xxh3_64"  # twice as fast as xxh64, and never stored in a build
 
 
 def batch_rows(task: Task, memory: int) -> int:
