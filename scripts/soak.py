@@ -10,6 +10,7 @@ end every sample must have been delivered exactly once per epoch.
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ LONGEST = 400
 BLOCKS = 3
 # A run that has not done a step for so long hangs.
 STUCK_SECONDS = 120.0
+COLLECTIVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,8 @@ def build_dataset(folder: Path, num_samples: int, seed: int) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from shardgen.build import BuildOptions, build
+    from shardgen.build import build
+    from shardgen.options import BuildOptions
 
     draw = np.random.default_rng(seed).beta(0.8, 3.0, num_samples)
     lengths = 1 + (draw * (LONGEST - 1)).astype(np.int64)
@@ -84,9 +88,12 @@ def train(
     # Ranks that lose a companion end with a traceback; it is read only when that was not to be expected.
     stderr = os.open(f"{folder}/stderr-{run.number}-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
+    faulthandler.dump_traceback_later(COLLECTIVE_SECONDS + 20, repeat=True)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(run.world))
     store = dist.FileStore(f"{folder}/store-{run.number}", run.world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world)
+    # A companion may die before all have met; by default the others would wait for it for half an hour.
+    limit = timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world, timeout=limit)
     dataset = BucketedDataset(
         remote=out,  # a cache is shared by the ranks, and survives them
         local=f"{folder}/cache",
@@ -240,7 +247,10 @@ class Soak:
         for process in processes:
             process.join(max(0.1, end - time.monotonic()) if run.hold is None else 0.1)
             if process.is_alive() and run.hold is None:
-                sys.exit(f"error: a rank hangs 60 s after its companion was killed in {run}")
+                faults = [path.read_text() for path in self.folder.glob(f"stderr-{run.number}-*")]
+                sys.exit(
+                    f"error: a rank hangs 60 s after its companion was killed in {run}\n" + "\n".join(faults)
+                )
 
     def strike(self, processes: list[Any]) -> None:
         living = [process.pid for process in processes if process.is_alive()]

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardgen.build import BuildOptions, build
+from shardgen.build import build
+from shardgen.options import BuildOptions
 
 
 def row_tokens(row: int, length: int) -> np.ndarray:

@@ -7,9 +7,10 @@ import pytest
 from datasets import write_source
 
 from loader.built import read_corpus, read_samples
-from shardgen.build import BuildOptions, build
+from shardgen.build import build
 from shardgen.errors import UserError
 from shardgen.manifest import Manifest
+from shardgen.options import BuildOptions
 
 LENGTHS = np.random.default_rng(6).integers(1, 30, 300)
 
