@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -439,3 +440,24 @@ def test_a_stream_shows_files_whole_or_not_at_all(tmp_path):
     with pytest.raises(DownloadError, match=r"b could not be downloaded from .*remote"):
         stream._download_file("b")
     assert [p.name for p in (tmp_path / "local").iterdir()] == ["a"]
+
+
+def test_what_a_worker_gets_does_not_grow_with_the_samples(tmp_path):
+    sizes = []
+    for num_samples in (200, 20_000):
+        out = make_dataset(tmp_path / str(num_samples), [4] * num_samples, token_budget=64, num_buckets=1)
+        dataset = BucketedDataset(local=str(out))
+        assert len(pickle.dumps(dataset)) > 4 * num_samples  # the dataset itself knows all lengths
+        sizes.append(len(pickle.dumps(dataset.reader())))
+    assert sizes[1] < sizes[0] + 1000 and sizes[0] < 20_000
+
+
+def test_memory_does_not_grow_over_epochs(tmp_path):
+    out = make_dataset(tmp_path, [4] * 20_000, token_budget=256, num_buckets=1)
+    loader = BucketedDataLoader(BucketedDataset(local=str(out), block_samples=4000))
+    used = []
+    for _ in range(8):
+        for _ in loader:
+            pass
+        used.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert max(used[3:]) - used[2] < 8 << 20
