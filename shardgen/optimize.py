@@ -25,7 +25,7 @@ from shardgen.estimate import Estimator, estimate_efficiency, sorted_efficiency
 from shardgen.lengths import Histogram
 from shardgen.static import static_partitions
 
-__all__ = ["Alternative", "BucketStats", "OptimizeResult", "estimate_efficiency", "optimize"]
+__all__ = ["Alternative", "BucketStats", "OptimizeResult", "estimate_efficiency", "evaluate", "optimize"]
 
 # Cells of the grid when there are more distinct lengths; a windowed bucket costs more to estimate.
 SHUFFLED_GRID = 320
@@ -170,6 +170,45 @@ def optimize(
         lower_bound_efficiency=sorted_efficiency(histogram, budget, chosen),
         grid_step=search.grid_step,
         notes=_notes(histogram, wanted, best, given, efficiency(best)),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def evaluate(
+    histogram: Histogram, *, boundaries: Sequence[int], budget: TokenBudget, lookahead: int = 32
+) -> OptimizeResult:
+    """What to expect of given boundaries, without the search: no curve, no notes, milliseconds.
+
+    Args:
+        histogram: The lengths.
+        boundaries: Upper bounds.
+        budget: The limits of a batch.
+        lookahead: Report the efficiency at this many batches per window too.
+
+    Raises:
+        UserError: A length fits no batch.
+    """
+    began = time.perf_counter()
+    chosen = Buckets.from_upper_bounds(boundaries, histogram.longest).boundaries
+    shuffled = Estimator(histogram, budget, 1)
+    ahead = shuffled if lookahead == 1 else Estimator(histogram, budget, lookahead)
+    others = {name: choose(histogram, len(chosen) - 1) for name, choose in ALTERNATIVES.items()}
+    return OptimizeResult(
+        num_samples=histogram.num_samples,
+        num_tokens=histogram.num_tokens,
+        token_budget=budget.tokens,
+        boundaries=chosen,
+        padding_efficiency=shuffled.efficiency(chosen),
+        lookahead_padding_efficiency=ahead.efficiency(chosen),
+        buckets=_bucket_stats(shuffled, chosen),
+        curve=(),
+        alternatives={
+            name: Alternative(boundaries=b, padding_efficiency=shuffled.efficiency(b))
+            for name, b in others.items()
+        },
+        lower_bound_efficiency=sorted_efficiency(histogram, budget),
+        grid_step=1,
+        notes=(),
         seconds=time.perf_counter() - began,
     )
 

@@ -14,7 +14,7 @@ from shardgen.errors import UserError
 from shardgen.formats import SourceFile
 from shardgen.layout import ShardFormat
 from shardgen.lengths import Histogram
-from shardgen.optimize import OptimizeResult, optimize
+from shardgen.optimize import OptimizeResult, evaluate, optimize
 from shardgen.options import BuildOptions
 from shardgen.policies import Samples, apply_policies
 from shardgen.progress import Progress
@@ -30,27 +30,22 @@ def find_boundaries(lengths: NDArray[np.int32], options: BuildOptions) -> Optimi
     histogram = Histogram.from_lengths(lengths)
     longest = options.max_length or histogram.longest
 
-    def search(boundaries: tuple[int, ...] | None) -> OptimizeResult:
-        return optimize(
-            histogram,
-            num_buckets=options.num_buckets,
-            budget=options.budget,
-            lookahead=options.lookahead,
-            optimize_for_lookahead=options.optimize_for_lookahead,
-            boundaries=boundaries,
-        )
+    def expect(upper_bounds: tuple[int, ...]) -> OptimizeResult:
+        bounds = Buckets.from_upper_bounds(upper_bounds, longest).boundaries[1:]
+        return evaluate(histogram, boundaries=bounds, budget=options.budget, lookahead=options.lookahead)
 
     if options.boundaries is not None:
-        return search(Buckets.from_upper_bounds(options.boundaries, longest).boundaries[1:])
-    plan = search(None)
+        return expect(options.boundaries)
+    plan = optimize(
+        histogram,
+        num_buckets=options.num_buckets,
+        budget=options.budget,
+        lookahead=options.lookahead,
+        optimize_for_lookahead=options.optimize_for_lookahead,
+    )
     if longest <= plan.boundaries[-1]:
         return plan
-    bounds = (*plan.boundaries[:-1], longest)
-    if options.padding == "boundary":  # a wider last bucket is padded further
-        return replace(search(bounds[1:]), notes=plan.notes)
-    last = plan.buckets[-1]
-    last = replace(last, upper=longest, batch_size=int(options.budget.max_rows(longest)))
-    return replace(plan, boundaries=bounds, buckets=(*plan.buckets[:-1], last))
+    return replace(expect(plan.boundaries[1:-1]), notes=plan.notes)
 
 
 @dataclass(frozen=True, kw_only=True)
