@@ -77,15 +77,17 @@ def draw_curve(data: Json, width: int) -> Figure:
     num_buckets, limit = data["num_buckets"], data["lower_bound_efficiency"]
     ahead = data["lookahead_padding_efficiency"]
     rules = [alternative["padding_efficiency"] for alternative in data["alternatives"].values()]
-    low = min(efficiency + rules + [data["padding_efficiency"]])
+    here = data["padding_efficiency"]
+    values = [*efficiency, *rules, here, ahead, limit]
+    low, high = min(values), max(values)
+    span = max(high - low, 0.02)
     ax.axhline(limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
     ax.text(
-        1, limit + 0.015 * max(limit - low, 0.02), f"sorted packing, the limit: {share(limit)}",
-        va="bottom", ha="right", color=MUTED, size=11, transform=ax.get_yaxis_transform(),
+        1, limit + 0.015 * span, f"sorted packing: {share(limit)}", va="bottom", ha="right", color=MUTED,
+        size=11, transform=ax.get_yaxis_transform(),
     )  # fmt: skip
     ax.plot(buckets, efficiency, color=ACCENT, marker="o", markersize=5, markeredgewidth=0, zorder=3)
     ax.plot([num_buckets] * len(rules), rules, "D", color=PLAIN, markersize=5, markeredgewidth=0, zorder=3)
-    here = data["padding_efficiency"]
     ax.plot(
         [num_buckets], [here], "o", color=PAGE, markeredgecolor=ACCENT, markeredgewidth=2.5,
         markersize=10, zorder=4,
@@ -93,19 +95,19 @@ def draw_curve(data: Json, width: int) -> Figure:
     ax.plot(
         [num_buckets], [ahead], "o", color=WARM, markersize=9, markeredgewidth=0, zorder=4,
     )  # fmt: skip
-    span = max(limit - low, 0.02)
+    ax.set_ylim(low - 0.06 * span, high + 0.1 * span)
     right = num_buckets > 0.66 * max(*buckets, 2)
-    aside: Json = {"ha": "right" if right else "left", "va": "center", "size": 11}
-    shift = (-0.02 if right else 0.02) * max(*buckets, 2)
-    ax.text(
-        num_buckets + shift, min(ahead, limit - 0.055 * span) - 0.01 * span,
-        f"with lookahead {data['lookahead']}: {ahead:.1%}", color=WARM, **aside,
-    )  # fmt: skip
-    ax.text(
-        num_buckets + shift, here - 0.05 * span, f"these {num_buckets}: {here:.1%}", color=ACCENT, **aside
-    )
-    ax.text(num_buckets + shift, min(rules) - 0.01 * span, "chosen by rules", color=MUTED, **aside)
-    ax.set_ylim(low - 0.06 * span, limit + 0.1 * span)
+    beside = num_buckets + (-0.02 if right else 0.02) * max(*buckets, 2)
+    wanted = {
+        f"with lookahead {data['lookahead']}: {ahead:.1%}": (ahead - 0.02 * span, WARM),
+        f"these {num_buckets}: {here:.1%}": (here - 0.05 * span, ACCENT),
+        "chosen by rules": (min(rules) - 0.01 * span, MUTED),
+    }
+    room = 15 * 1.16 * span / (figure.get_figheight() * 72 - 72)
+    labels = [(y, text) for text, (y, _) in wanted.items()]
+    for y, text in spread(labels, room, limit - 0.045 * span):
+        ha = "right" if right else "left"
+        ax.text(beside, y, text, ha=ha, va="center", size=11, color=wanted[text][1])
     ax.set_xlim(min(buckets) - 0.4, max(buckets[-1], num_buckets) + 0.4)
     ax.xaxis.set_major_locator(MaxNLocator(8 if width == NARROW else 16, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))

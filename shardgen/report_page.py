@@ -165,6 +165,7 @@ def _buckets(data: Json) -> str:
 def _curve(data: Json) -> str:
     head = (("boundaries", False), ("upper bounds", True), ("efficiency without lookahead", False))
     curve = data["curve"]
+    several = len(curve["curve"]) > 1  # else there is but one length
     named = {"these": curve, **curve["alternatives"]}
     spelled = {"hand": "hand-picked", "quantile": "equal counts", "equal_token": "equal tokens"}
     rows = [
@@ -184,7 +185,7 @@ def _curve(data: Json) -> str:
         "<h2>How many buckets</h2>\n"
         '<p class="note">The best boundaries of every number of buckets, and what common rules reach with as '
         "many as here.</p>\n"
-        + _figure(data, "curve", "Padding efficiency by number of buckets, with the limit")
+        + (_figure(data, "curve", "Padding efficiency by number of buckets") if several else "")
         + _table(head, rows)
     )
 

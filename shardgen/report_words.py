@@ -114,10 +114,10 @@ def _limit(data: Json) -> list[str]:
             f"Batches are packed without padding: {loader:.1%} of the token budget is used by their tensors."
         ]
     shuffled = data["strategies"]["bucket-shuffle"]["padding_efficiency"]
+    near = f"is {points(limit - loader)} below it" if limit - loader > 0.0005 else "reaches that too"
     return [
-        f"Sorted packing, which nothing can beat, reaches {share(limit)}. The loader is "
-        f"{points(limit - loader)} below it, a plain shuffle inside the same buckets "
-        f"{points(limit - shuffled)}."
+        f"Sorted packing, the limit without any shuffle, reaches {share(limit)}. The loader {near}; a plain "
+        f"shuffle inside the same buckets is {points(max(limit - shuffled, 0.0))} below."
     ]
 
 
@@ -134,6 +134,8 @@ def _rules(data: Json) -> list[str]:
     }
     gain = curve["padding_efficiency"] - rules[nearest]
     worst = curve["padding_efficiency"] - rules[farthest]
+    if max(abs(gain), abs(worst)) < 0.0005:
+        return []
     if gain < 0:
         return [
             f"Without lookahead these boundaries pad {points(-gain)} more than {spelled[nearest]} ones would."

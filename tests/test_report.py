@@ -307,33 +307,52 @@ def test_nothing_is_fetched(laid_out):
     assert [m["fetched"] for measured in laid_out.values() for m in measured] == [[]] * 4
 
 
+def check_layout(measured, wanted):
+    """Nothing leaves its page or figure, and no text of a figure lies on another."""
+    assert measured["width"] == wanted
+    assert measured["scrollWidth"] <= measured["clientWidth"]
+    assert measured["outside"] == []
+    assert measured["wrapped"] == []
+    for name, drawings in measured["figures"].items():
+        assert len(drawings) == 1, f"{name}: one drawing is shown at a width"
+        (drawing,) = drawings
+        left, top, right, bottom = drawing["box"]
+        for text in drawing["texts"]:
+            a, b, c, d = text["box"]
+            inside = a >= left - 1 and b >= top - 1 and c <= right + 1 and d <= bottom + 1
+            assert inside, f"{name} at {wanted}: {text} leaves {drawing['box']}"
+        assert drawing["size"] >= 9, f"{name} at {wanted} is too small to read"
+        for one, two in combinations(drawing["texts"], 2):
+            (a, b, c, d), (e, f, g, h) = one["box"], two["box"]
+            # Boxes have some air above and below the letters.
+            wide, high = min(c, g) - max(a, e), min(d, h) - max(b, f)
+            assert wide <= 1 or high <= 4, f"{name} at {wanted}: {one['text']!r} on {two['text']!r}"
+
+
 @pytest.mark.parametrize("scheme", THEMES)
-def test_nothing_overflows(laid_out, scheme):
+def test_nothing_overflows_or_overlaps(laid_out, scheme):
     for wanted, measured in zip(WIDTHS, laid_out[scheme], strict=True):
-        assert measured["width"] == wanted
-        assert measured["scrollWidth"] <= measured["clientWidth"]
-        assert measured["outside"] == []
-        assert measured["wrapped"] == []
         assert set(measured["figures"]) == set(FIGURES)
-        for name, drawings in measured["figures"].items():
-            assert len(drawings) == 1, f"{name}: one drawing is shown at a width"
-            (drawing,) = drawings
-            left, top, right, bottom = drawing["box"]
-            for text in drawing["texts"]:
-                a, b, c, d = text["box"]
-                inside = a >= left - 1 and b >= top - 1 and c <= right + 1 and d <= bottom + 1
-                assert inside, f"{name} at {wanted}: {text} leaves {drawing['box']}"
-            assert drawing["size"] >= 9, f"{name} at {wanted} is too small to read"
+        check_layout(measured, wanted)
 
 
-def test_no_text_lies_on_another(laid_out):
-    for wanted, measured in zip(WIDTHS, laid_out["light"], strict=True):
-        for name, (drawing,) in measured["figures"].items():
-            for one, two in combinations(drawing["texts"], 2):
-                (a, b, c, d), (e, f, g, h) = one["box"], two["box"]
-                # Boxes have some air above and below the letters.
-                wide, high = min(c, g) - max(a, e), min(d, h) - max(b, f)
-                assert wide <= 1 or high <= 4, f"{name} at {wanted}: {one['text']!r} on {two['text']!r}"
+@pytest.mark.parametrize(
+    ("lengths", "arguments"),
+    [
+        (np.full(100, 50), ["--token-budget", "512"]),  # one length
+        (np.arange(1, 20), ["--token-budget", "40", "--world-size", "2"]),  # fewer samples than batches
+        (np.arange(1, 3000) % 999 + 1, ["--buckets", "40", "--no-frontier"]),
+    ],
+    ids=["one-length", "tiny", "many-buckets"],
+)
+def test_extremes_lie_as_well(lengths, arguments, tmp_path):
+    np.save(tmp_path / "lengths.npy", lengths)
+    out = tmp_path / "report.html"
+    assert run(["report", str(tmp_path / "lengths.npy"), "--out", str(out), *arguments]) == 0
+    for wanted, measured in zip(
+        WIDTHS, measure(out.read_text(encoding="utf-8"), tmp_path, WIDTHS, "light"), strict=True
+    ):
+        check_layout(measured, wanted)
 
 
 def test_texts_of_figures_are_their_values(laid_out, data):
