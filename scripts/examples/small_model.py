@@ -1,4 +1,7 @@
-"""The model of these examples: a causal language model small enough for two CPU ranks."""
+"""The model of these examples: a causal language model small enough for two CPU ranks.
+
+Its vocabulary is that of the demo, whose shards are at hand: ``demo-out/shards`` after ``scripts/demo``.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +10,7 @@ from torch import Tensor, nn
 class SmallLM(nn.Module):
     """Any causal model will do: padding lies to the right of every real token, so nothing depends on it."""
 
-    def __init__(self, vocabulary: int = 32_768, width: int = 32) -> None:
+    def __init__(self, vocabulary: int = 2048, width: int = 32) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.mix = nn.GRU(width, width, batch_first=True)

@@ -1,6 +1,6 @@
 """Accelerate: prepare the model and the optimizer; the loader needs no preparing.
 
-    accelerate launch --cpu --num_processes 2 scripts/examples/with_accelerate.py SHARDS RUN
+    torchrun --nproc-per-node 2 scripts/examples/with_accelerate.py SHARDS RUN      (or accelerate launch)
 
 ``prepare(DataLoader(dataset, batch_size=None))`` would let rank 0 read for everybody and deal its batches
 once more; the dataset refuses that. Started again, this script goes on where ``RUN/checkpoint`` was saved.
@@ -50,7 +50,8 @@ def train(
 
 def main() -> None:
     shards, run = sys.argv[1], Path(sys.argv[2])
-    accelerator = Accelerator()  # first: it starts the process group
+    # First, because it starts the process group; on a CPU only when it is told that it runs on one.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     loader = BucketedDataLoader(BucketedDataset(local=shards, accumulate=2, seed=17))
     train(accelerator, SmallLM(), loader, run)

@@ -163,7 +163,7 @@ def main() -> None:
     )  # first: it starts the process group
     loader = BucketedDataLoader(BucketedDataset(local=shards, accumulate=2, seed=17))
     config = LlamaConfig(
-        vocab_size=32_768,
+        vocab_size=2048,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
