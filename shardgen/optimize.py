@@ -206,7 +206,7 @@ def evaluate(
             name: Alternative(boundaries=b, padding_efficiency=shuffled.efficiency(b))
             for name, b in others.items()
         },
-        lower_bound_efficiency=sorted_efficiency(histogram, budget),
+        lower_bound_efficiency=sorted_efficiency(histogram, budget, chosen),
         grid_step=1,
         notes=(),
         seconds=time.perf_counter() - began,
