@@ -139,6 +139,6 @@ def check_longest(lengths: NDArray[np.integer[Any]], options: PlanOptions, skip:
         budget += " with padding='boundary'"
     raise UserError(
         f"sample {sample} has {int(lengths[sample])} tokens but {budget} lets a sample have at most "
-        f"{allowed} "
-        f"({len(over)} of {len(lengths)} samples are too long): raise the budget, or leave them out with skip="
+        f"{allowed} ({len(over)} of {len(lengths)} samples are too long): raise the budget, or leave them "
+        "out with skip="
     )

@@ -81,8 +81,7 @@ def read_corpus(
         if table.num_rows != bucket.num_samples or int(sizes.sum()) != bucket.num_samples:
             raise UserError(
                 f"{path} has {table.num_rows} rows and its shards {int(sizes.sum())} samples, but the "
-                "manifest "
-                f"counts {bucket.num_samples}: build the dataset again"
+                f"manifest counts {bucket.num_samples}: build the dataset again"
             )
         lengths.append(_values(table, "length"))
         if masked:

@@ -280,8 +280,7 @@ class BucketedDataset(SelfIterating, ShardSource):
         if limit < least:
             raise UserError(
                 f"cache_limit {limit} does not hold one block of {self.epoch_options.block_samples} "
-                "samples and the "
-                f"next one's first shards: give at least {least}, or a smaller block_samples="
+                f"samples and the next one's first shards: give at least {least}, or a smaller block_samples="
             )
 
     @property

@@ -105,8 +105,8 @@ def find_batch(
         stop = first + stretch.stop - stretch.first
         if step < first:
             raise UserError(
-                f"step {step} lies before step {first}, in a block that the state has finished: which options "
-                "planned it, it no longer tells; use a state saved in that block"
+                f"step {step} lies before step {first}, in a block that the state has finished: which "
+                "options planned it, it no longer tells; use a state saved in that block"
             )
         if step >= stop:
             continue

@@ -43,9 +43,8 @@ class SelfIterating:
         now = detect(self.replication)
         if (now.rank, now.num_ranks) != (self.world.rank, self.world.num_ranks):
             raise UserError(
-                f"the dataset was made on rank {self.world.rank} of {self.world.num_ranks} and is "
-                "iterated on rank "
-                f"{now.rank} of {now.num_ranks}: make it after init_process_group, on each rank"
+                f"the dataset was made on rank {self.world.rank} of {self.world.num_ranks} and is iterated "
+                f"on rank {now.rank} of {now.num_ranks}: make it after init_process_group, on each rank"
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -57,10 +56,8 @@ class SelfIterating:
         if self.world.num_ranks > 1 and not self.foreign_loader:
             raise UserError(
                 f"this dataset was made for rank {self.world.rank} of {self.world.num_ranks} and already "
-                "gives each "
-                "rank its own batches: iterate BucketedDataLoader(dataset), or, if another loader must "
-                "do it and "
-                "will not shard or dispatch again, say foreign_loader=True"
+                "gives each rank its own batches: iterate BucketedDataLoader(dataset), or, if another "
+                "loader must do it and will not shard or dispatch again, say foreign_loader=True"
             )
         worker = get_worker_info()
         return self._iterate_here() if worker is None else self._iterate_share(worker.id, worker.num_workers)

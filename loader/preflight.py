@@ -58,9 +58,9 @@ def hardest(plans: Plans, start: ResumeState, options: PlanOptions, n: int) -> l
     for turn in range(n):
         for order in best:
             if turn < len(order):
-                place = (-order[turn][1], -order[turn][2])
-                if place not in chosen:
-                    chosen.append(place)
+                batch = (-order[turn][1], -order[turn][2])
+                if batch not in chosen:
+                    chosen.append(batch)
     return [_task(runs[run], batch) for run, batch in chosen[:n]]
 
 

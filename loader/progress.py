@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from loader.delivered import Delivered
 from loader.options import PlanOptions
 from loader.state import ResumeState, fixed_differences
-from loader.walk import BlockRun, Delivered, Plans, Size, Task, tasks
+from loader.walk import BlockRun, Plans, Task, tasks
 from shardgen.errors import UserError
 
 
@@ -82,8 +83,7 @@ class Progress:
             if epoch != self._loaded.epoch:
                 warnings.warn(
                     f"set_epoch({epoch}) is ignored: a state in epoch {self._loaded.epoch} was loaded and "
-                    "is resumed "
-                    f"first; iterate it, then call set_epoch",
+                    "is resumed first; iterate it, then call set_epoch",
                     stacklevel=3,
                 )
             return
@@ -173,8 +173,7 @@ class Progress:
             if differing:
                 warnings.warn(
                     f"the state was saved before epoch {state.epoch} with other values "
-                    f"({'; '.join(differing)}); "
-                    "the epoch uses today's",
+                    f"({'; '.join(differing)}); the epoch uses today's",
                     stacklevel=3,
                 )
             state = self.plans.at(state.epoch)
@@ -253,6 +252,3 @@ def _check_plain(plain: bool) -> None:
             "a position cannot be told from a number of rows where batches hold filler rows: save "
             "loader.state_dict()"
         )
-
-
-__all__ = ["Progress", "Session", "Size"]

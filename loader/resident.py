@@ -12,8 +12,9 @@ from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
 
 from loader.built import SAMPLES
-from loader.cache import CacheMarker, ShardTable, deadline, process_alive
+from loader.cache import CacheMarker, deadline, process_alive
 from loader.stream import PART, DownloadError
+from loader.table import ShardTable
 from shardgen.errors import UserError
 from shardgen.manifest import MANIFEST
 
@@ -105,8 +106,7 @@ class ResidentShards(StreamingDataset):
         if self._marker is None:
             raise UserError(
                 f"{self.raw_path(shard_id)} is missing and there is no remote to get it from: build the "
-                "dataset again, "
-                "or give remote="
+                "dataset again, or give remote="
             )
         name = self.shards[shard_id].file_pairs[0][0].basename
         with deadline(self._patience(self.streams[0]), f"another process to prepare {name}") as wait:
@@ -156,8 +156,7 @@ class ResidentShards(StreamingDataset):
                     return False  # others will be done, then there is something to evict
                 raise UserError(
                     f"cache_limit {limit} has no room for {self.shards[shard_id].get_max_size()} bytes of "
-                    "one shard "
-                    f"beside {self.cache_usage} bytes in use: raise it"
+                    f"one shard beside {self.cache_usage} bytes in use: raise it"
                 )
             self._evict_shard(coldest)
         return True

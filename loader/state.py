@@ -133,8 +133,7 @@ class ResumeState:
         if needs > VERSION:
             raise UserError(
                 f"the state has version {version} and needs a loader that reads version {needs}; this one "
-                "reads "
-                f"{VERSION}: upgrade the package, or start the epoch anew"
+                f"reads {VERSION}: upgrade the package, or start the epoch anew"
             )
         try:
             return cls(
@@ -157,9 +156,8 @@ class ResumeState:
         differing = fixed_differences(self, fingerprint, epoch_options)
         if differing:
             raise UserError(
-                f"the state was saved within epoch {self.epoch} (after step {self.step}) and these may "
-                "not change "
-                f"before its end: {'; '.join(differing)}; use the saved values, or start a new epoch"
+                f"the state was saved within epoch {self.epoch} (after step {self.step}) and these may not "
+                f"change before its end: {'; '.join(differing)}; use the saved values, or start a new epoch"
             )
 
 

@@ -31,8 +31,7 @@ class AtomicStream(Stream):
         except Exception as error:
             raise DownloadError(
                 f"{from_basename} could not be downloaded from {self.remote} in {self.download_retry} "
-                "attempts: "
-                f"{type(error).__name__}: {error}"
+                f"attempts: {type(error).__name__}: {error}"
             ) from error
         finally:
             Path(part_path).unlink(missing_ok=True)

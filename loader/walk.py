@@ -3,122 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loader.options import EpochOptions, PlanOptions
-from loader.plan import BlockPlan, PlannedBatch, apply_skip, plan_block
+from loader.plan import BlockPlan, apply_skip, plan_block
 from loader.pool import Corpus, EpochPlanner, Pool
+from loader.runs import DIGEST_MASK, BlockRun, Size, Task
 from loader.state import ResumeState, Segment, digest_ids
 from shardgen.errors import UserError
-
-_MASK = (1 << 64) - 1
-_NAMED_IDS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much a stretch of an epoch holds.
-
-    Attributes:
-        steps: Optimizer steps.
-        batches: Batches of each group.
-        rows: Samples over all groups.
-        plain: Whether every batch's tensor has exactly one row per sample (no filler, no static shape).
-    """
-
-    steps: int = 0
-    batches: int = 0
-    rows: int = 0
-    plain: bool = True
-
-    def __add__(self, other: Size) -> Size:
-        return Size(
-            steps=self.steps + other.steps,
-            batches=self.batches + other.batches,
-            rows=self.rows + other.rows,
-            plain=self.plain and other.plain,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BlockRun:
-    """One plan of a block, and what had been done in the block before it.
-
-    Attributes:
-        begin: State at the start of the block, without segments.
-        before: Earlier segments of the block.
-        num_dealt: Rows dealt by them.
-        digest: Of the ids of those rows.
-        options: What planned this run.
-        pool: The rows it planned.
-        plan: As planned; the state counts by it.
-        shown: The plan with skipped rows taken out; what is delivered.
-        start: First step of the plan to deliver; the ones before were done when the state was saved.
-        is_last: Whether the epoch ends with this block.
-    """
-
-    begin: ResumeState
-    before: tuple[Segment, ...]
-    num_dealt: int
-    digest: int
-    options: PlanOptions
-    pool: Pool
-    plan: BlockPlan
-    shown: BlockPlan
-    start: int
-    is_last: bool
-
-    @property
-    def first_step(self) -> int:
-        """Number in the epoch of the plan's step 0."""
-        return self.begin.steps_before_block + sum(segment.steps for segment in self.before)
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of each group that are still to be delivered."""
-        return int(self.plan.step_start[-1] - self.plan.step_start[self.start])
-
-    def state_after(self, steps: int) -> ResumeState:
-        """State when so many steps of this plan are done, earlier runs included."""
-        if steps == self.plan.num_steps:
-            if self.is_last:
-                return replace(self.begin, epoch=self.begin.epoch + 1, block=0, steps_before_block=0)
-            return replace(self.begin, block=self.begin.block + 1, steps_before_block=self.first_step + steps)
-        if steps == 0:
-            return replace(self.begin, segments=self.before, num_dealt=self.num_dealt, digest=self.digest)
-        dealt = self.plan.rows[: self.plan.num_rows_before_step(steps)]
-        return replace(
-            self.begin,
-            segments=(*self.before, Segment(options=self.options, steps=steps)),
-            num_dealt=self.num_dealt + len(dealt),
-            digest=(self.digest + digest_ids(self.pool.ids[dealt])) & _MASK,
-        )
-
-    def task(self, step: int, micro_step: int, group: int) -> Task:
-        """A batch of this run's plan.
-
-        Args:
-            step: In the plan.
-            micro_step: In the step.
-            group: Data-parallel group.
-        """
-        planned = self.shown.batch(step, micro_step, group)
-        planned = replace(planned, step=self.first_step + step)
-        return Task(planned=planned, epoch=self.begin.epoch, run=self, step=step)
-
-    def size(self) -> Size:
-        """What is still to be delivered of this run."""
-        first = int(self.shown.step_start[self.start]) * self.shown.world_size
-        rows = np.diff(self.shown.batch_start)[first:]
-        return Size(
-            steps=self.plan.num_steps - self.start,
-            batches=self.num_batches,
-            rows=int(rows.sum()),
-            plain=bool((rows == self.shown.batch_num_rows[first:]).all()),
-        )
 
 
 def longest_allowed(options: PlanOptions) -> int:
@@ -214,14 +109,14 @@ class Plans:
                 )
             runs.append(replace(run, start=segment.steps))
             rows = run.plan.rows[: run.plan.num_rows_before_step(segment.steps)]
-            dealt = dealt[0] + len(rows), (dealt[1] + digest_ids(run.pool.ids[rows])) & _MASK
+            dealt = dealt[0] + len(rows), (dealt[1] + digest_ids(run.pool.ids[rows])) & DIGEST_MASK
             fit = self.fitting(left, segment.options)
             left = left.without(rows if fit is None else fit[rows])
         if dealt != (state.num_dealt, state.digest):
             raise UserError(
                 f"replaying the state deals {dealt[0]} samples with digest {dealt[1]:016x}, but it was "
-                "saved after "
-                f"{state.num_dealt} with {state.digest:016x}: another planner, other data or a damaged state"
+                f"saved after {state.num_dealt} with {state.digest:016x}: another planner, other data or a "
+                "damaged state"
             )
         return runs, left
 
@@ -305,31 +200,6 @@ class Plans:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
-    """One batch to deliver, and where it stands.
-
-    Attributes:
-        planned: The batch; its ``step`` counts from the epoch's start.
-        epoch: Epoch number.
-        run: The run it belongs to.
-        step: Step in the run's plan.
-    """
-
-    planned: PlannedBatch
-    epoch: int
-    run: BlockRun
-    step: int
-
-    @property
-    def ends_step(self) -> bool:
-        return self.planned.micro_step == self.planned.num_micro_steps - 1
-
-    @property
-    def ends_run(self) -> bool:
-        return self.ends_step and self.step == self.run.plan.num_steps - 1
-
-
 def tasks(plans: Plans, state: ResumeState, options: PlanOptions, group: int) -> Iterator[Task]:
     """One group's batches from a state to the end of its epoch, in order.
 
@@ -342,56 +212,4 @@ def tasks(plans: Plans, state: ResumeState, options: PlanOptions, group: int) ->
                 yield run.task(step, micro_step, group)
 
 
-@dataclass
-class Delivered:
-    """What one group really received of a run, against what its plan gave it.
-
-    Args:
-        run: The run.
-        group: Number of the group.
-    """
-
-    run: BlockRun
-    group: int
-    _ids: NDArray[np.int64] = field(init=False)
-    _due: NDArray[np.int64] = field(init=False)
-    _got: NDArray[np.int64] = field(init=False)
-    _foreign: list[int] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        plan = self.run.shown
-        batches = np.arange(int(plan.step_start[self.run.start]) * plan.world_size, len(plan.batch_start) - 1)
-        mine = batches[batches % plan.world_size == self.group]
-        num_rows = plan.batch_start[mine + 1] - plan.batch_start[mine]
-        batch_of_row = np.repeat(mine, num_rows)
-        # (rows of all batches,) positions: each batch's first row plus its place inside the batch
-        place = np.arange(len(batch_of_row)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-        share = plan.sample_ids[plan.batch_start[batch_of_row] + place]
-        self._ids, self._due = np.unique(share, return_counts=True)
-        self._got = np.zeros_like(self._due)
-
-    def mark(self, sample_ids: NDArray[np.int64]) -> None:
-        """Note the ids of a batch that was delivered."""
-        if len(self._ids) == 0:
-            self._foreign += sample_ids.tolist()
-            return
-        at = np.minimum(np.searchsorted(self._ids, sample_ids), len(self._ids) - 1)
-        known = self._ids[at] == sample_ids
-        np.add.at(self._got, at[known], 1)
-        self._foreign += sample_ids[~known].tolist()
-
-    def check(self) -> None:
-        """Compare at the end of the run.
-
-        Raises:
-            RuntimeError: Naming up to 10 ids that were lost, repeated or not due.
-        """
-        wrong = self._ids[self._got != self._due].tolist() + self._foreign
-        if wrong:
-            raise RuntimeError(
-                f"epoch {self.run.begin.epoch}, block {self.run.begin.block}: {len(wrong)} samples were "
-                "not delivered "
-                f"as planned (lost, repeated or foreign), among them {wrong[:_NAMED_IDS]}: the batches of "
-                "this block "
-                "cannot be trusted; please report this with the loader's options"
-            )
+__all__ = ["BlockRun", "Plans", "Size", "Task", "longest_allowed", "tasks"]

@@ -85,8 +85,8 @@ def detect(replication: int | None = None, env: Mapping[str, str] | None = None)
     if told is not None and environment is not None and told != environment:
         raise UserError(
             f"torch.distributed says rank {told[0]} of {told[1]} but the environment says rank "
-            f"{environment[0]} "
-            f"of {environment[1]}: make RANK and WORLD_SIZE agree with init_process_group, or unset them"
+            f"{environment[0]} of {environment[1]}: make RANK and WORLD_SIZE agree with "
+            "init_process_group, or unset them"
         )
     rank, num_ranks = told or environment or (0, 1)
     try:

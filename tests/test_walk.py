@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loader.delivered import Delivered
 from loader.options import EpochOptions, PlanOptions
 from loader.pool import Corpus
 from loader.state import ResumeState
-from loader.walk import Delivered, Plans, Size, longest_allowed, tasks
+from loader.walk import Plans, Size, longest_allowed, tasks
 from shardgen.errors import UserError
 
 BOUNDARIES = ((0, 10, 25, 60), (0, 60), (0, 30, 60))
