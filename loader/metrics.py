@@ -19,6 +19,7 @@ class Meter:
         self.num_tokens = 0
         self.padded_tokens = 0
         self.bytes_read = 0
+        self.num_fillers = 0
         self.wait_seconds = 0.0
         self._first_tokens = 0
         self._began: float | None = None
@@ -42,6 +43,7 @@ class Meter:
         self.num_tokens += meta.num_tokens
         self.padded_tokens += padded_tokens
         self.bytes_read += num_bytes
+        self.num_fillers += meta.filler
         self._samples[meta.bucket] += len(meta.sample_ids)
 
     def end(self) -> None:
@@ -58,6 +60,7 @@ class Meter:
             "tokens_per_s": (self.num_tokens - self._first_tokens) / seconds if seconds > 0 else 0.0,
             "data_wait_fraction": min(1.0, self.wait_seconds / seconds) if seconds > 0 else 0.0,
             "bytes_read": float(self.bytes_read),
+            "fillers": float(self.num_fillers),
         }
         for bucket, samples in sorted(self._samples.items()):
             values[f"bucket_{bucket}_samples"] = float(samples)

@@ -50,6 +50,7 @@ class Progress:
         self._place: ResumeState | tuple[BlockRun, int] = plans.at(0)
         self._delivered: Delivered | None = None
         self._finished: dict[int, int] = {}
+        self._warned_of_fillers = False
 
     # --- passes -------------------------------------------------------------------------------------
 
@@ -124,6 +125,14 @@ class Progress:
             task: What the plan gave.
             sample_ids: Ids of the rows really delivered, int64, shape (rows,).
         """
+        if task.planned.filler and not self._warned_of_fillers:
+            self._warned_of_fillers = True
+            warnings.warn(
+                f"epoch {task.epoch} needs {task.run.shown.num_fillers} filler batches in block "
+                f"{task.run.begin.block}, so that all ranks get equally many: they hold no samples, their labels "
+                "are -100 and meta.filler is True",
+                stacklevel=4,
+            )
         if self._delivered is None or self._delivered.run is not task.run:
             self._delivered = Delivered(run=task.run, group=self.group)
         self._delivered.mark(sample_ids)
