@@ -1,4 +1,4 @@
-"""Training side: token-budget batches from bucketed shards, the same for every worker count, resumable exactly.
+"""Training side: token-budget batches from bucketed shards, the same for any workers, exactly resumable.
 
 Names are imported on first use: the planner needs numpy only, and importing MosaicML Streaming costs seconds.
 """

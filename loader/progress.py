@@ -129,8 +129,8 @@ class Progress:
             self._warned_of_fillers = True
             warnings.warn(
                 f"epoch {task.epoch} needs {task.run.shown.num_fillers} filler batches in block "
-                f"{task.run.begin.block}, so that all ranks get equally many: they hold no samples, their labels "
-                "are -100 and meta.filler is True",
+                f"{task.run.begin.block}, so that all ranks get equally many: they hold no samples, their "
+                "labels are -100 and meta.filler is True",
                 stacklevel=4,
             )
         if self._delivered is None or self._delivered.run is not task.run:
