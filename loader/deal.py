@@ -114,19 +114,19 @@ def _stratify(batches: Batches, layout: Layout, cost: CostModel) -> NDArray[np.i
     """Batch of every (step, stratum), shape (S, G), or ``None``.
 
     At step s lane c supplies the strata congruent to c + s modulo the number of lanes, so that every lane
-    supplies every stratum equally often. A step takes the batches of equal rank from all strata. With one
-    micro-step they are ranked by cost: the step then holds like costs, and less has to be trimmed. With more
-    there is a choice inside the step, and they are ranked by length: what a step has too much of at one
-    end of a stratum it then lacks at the next one's, and its mix stays that of the block.
+    supplies every stratum equally often. A step takes the batches of equal rank from all strata. Ranked by
+    cost, a step holds like costs, and less has to be trimmed. Ranked by length, what a step has too much of
+    at one end of a stratum it lacks at the next one's, and its mix stays that of the block. With one
+    micro-step costs decide; with more there is a choice inside the step, and the shortest strata, of nearly
+    equal cost, go by length.
     """
     num_lanes, num_strata = layout.num_lanes, layout.batches_per_step
     counts = np.bincount(batches.lane, minlength=num_lanes)
     num_steps = int(counts.min()) * num_lanes // num_strata
     if num_steps == 0:
         return None
-    rank_by = batches.padded_length
-    if layout.accumulate == 1:
-        rank_by = cost.scaled(batches.num_rows, batches.padded_length)
+    cost_of = cost.scaled(batches.num_rows, batches.padded_length)
+    by_cost = num_strata if layout.accumulate == 1 else num_strata * 3 // 4
     steps = np.empty((num_steps, num_strata), np.int64)
     for lane in range(num_lanes):
         members = np.flatnonzero(batches.lane == lane)
@@ -138,7 +138,8 @@ def _stratify(batches: Batches, layout: Layout, cost: CostModel) -> NDArray[np.i
         size = np.maximum(0, -(-(num_steps - first_step) // num_lanes))
         stratum = np.repeat(np.arange(num_strata), size)
         rank = np.arange(len(members)) - np.repeat(np.cumsum(size) - size, size)
-        ranked = members[np.lexsort((rank_by[members], stratum))]
+        rank_by = np.where(stratum < by_cost, cost_of[members], batches.padded_length[members])
+        ranked = members[np.lexsort((rank_by, stratum))]
         steps[first_step[stratum] + rank * num_lanes, stratum] = ranked
     return steps
 

@@ -67,6 +67,10 @@ def plan_block(
     return _Round(corpus, pool, options, epoch_options, epoch, resumed=resumed).plan()
 
 
+# Lanes are left with unequal amounts; over a few more steps the difference is small.
+_LANE_STEPS_BACK = 4
+
+
 class _Round:
     """The pool's arrays, and the rounds that empty it."""
 
@@ -147,10 +151,11 @@ class _Round:
             gone = np.zeros(len(self.pool), bool)
             gone[part] = True
             left = left[~gone[left]]
-        if len(left) and rows:  # one full step is taken back, so that the tail can be spread evenly
-            num_back = int(sizes[-1][-1].sum())
+        if len(left) and rows:  # full steps are taken back, so that the tail can be spread evenly
+            steps = min(1 if self.layout.num_groups == 1 else _LANE_STEPS_BACK, len(sizes[-1]))
+            num_back = int(sizes[-1][-steps:].sum())
             left = np.sort(np.concatenate((left, rows[-1][len(rows[-1]) - num_back :])))
-            rows[-1], sizes[-1] = rows[-1][: len(rows[-1]) - num_back], sizes[-1][:-1]
+            rows[-1], sizes[-1] = rows[-1][: len(rows[-1]) - num_back], sizes[-1][:-steps]
         return self._assemble(rows, sizes, self._tail(left) if len(left) else None)
 
     def _round(self, left: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:

@@ -377,8 +377,8 @@ def digest(plans: list[BlockPlan]) -> str:
 
 
 GOLDEN = {
-    "padded": "345207f9dcc9ef3b",
-    "lanes and blocks": "fb2f174befb3e02a",
+    "padded": "2c4d49979c787c61",
+    "lanes and blocks": "cab62a8a70ec552b",
     "packed": "0aeab16d6b9d71a7",
     "static": "416d4eaf630af544",
 }
@@ -445,7 +445,7 @@ def test_a_cost_budget_keeps_ranks_together(token_budget, cost_budget, accumulat
     assert max(batch_cost(p, corpus, options).max() for p in plans) <= cost_budget
 
 
-@pytest.mark.parametrize(("lanes", "balance"), [(4, 0.985), (8, 0.984)])
+@pytest.mark.parametrize(("lanes", "balance"), [(4, 0.985), (8, 0.985)])
 def test_lanes_cost_little(lanes, balance):
     corpus = corpus_of_lengths(drafter_lengths(), DRAFTER_OPTIMAL)
     options = PlanOptions(boundaries=DRAFTER_OPTIMAL, token_budget=49_152, world_size=8, accumulate=4)
