@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
 import select
 import signal
 import threading
@@ -12,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from shardgen.errors import UserError
@@ -103,70 +105,90 @@ def _work(pipe: Connection, parent: int) -> None:
         pipe.send(answer)
 
 
-class ProcessPool:
-    """Worker processes, forked from a server that has imported what they need once.
+@dataclass
+class _Call:
+    key: object
+    name: str
+    args: tuple[Any, ...]
 
-    One pipe to each and one call in each: no queues or locks that a killed process could keep.
+
+class ProcessPool:
+    """This process and ``workers - 1`` others, forked from a server that has imported what they need once.
+
+    One pipe to each and one call in each: no queues or locks that a killed process could keep. While
+    the others start, this one works already.
     """
 
     remote = False
 
     def __init__(self, workers: int) -> None:
-        self.slots = workers
+        self.slots = 2 * workers  # one call waits for each
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["shardgen.finish", "shardgen.read_parquet"])
-        self._idle: list[Connection] = []
-        self._busy: dict[Connection, object] = {}
-        self._waiting: deque[tuple[object, str, tuple[Any, ...]]] = deque()
-        self._processes = []
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._idle.append(ours)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[object, bool, Any]] = queue.SimpleQueue()
+        self._num_busy = 0
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._threads = [
+            threading.Thread(target=self._serve, args=(context,), name=f"shardgen-{number}", daemon=True)
+            for number in range(workers - 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, context: Any) -> None:
+        """Start one process, hand calls to it and take its answers; body of a thread."""
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
+        process.start()  # waits until the server has imported what it needs
+        self._processes.append(process)
+        theirs.close()
+        with ours:
+            while (what := self._calls.get()) is not None:
+                try:
+                    ours.send((what.name, what.args))
+                    good, result = ours.recv()
+                except (EOFError, OSError):
+                    text = "a worker process was killed (out of memory?)"
+                    killed = WorkerKilledError(f"{text}: use fewer --workers or a smaller --memory")
+                    self._done.put((what.key, False, killed))
+                    return
+                self._done.put((what.key, good, result))
 
     def submit(self, key: object, name: str, *args: Any) -> None:
-        self._waiting.append((key, name, args))
-        self._feed()
-
-    def _feed(self) -> None:
-        while self._waiting and self._idle:
-            key, name, args = self._waiting.popleft()
-            pipe = self._idle.pop()
-            self._busy[pipe] = key
-            try:
-                pipe.send((name, args))
-            except BrokenPipeError as error:
-                raise self._killed() from error
+        self._num_busy += 1
+        self._calls.put(_Call(key, name, args))
 
     def next_done(self) -> tuple[Any, Any]:
-        pipe = wait(list(self._busy))[0]
-        assert isinstance(pipe, Connection)
-        try:
-            good, result = pipe.recv()
-        except (EOFError, ConnectionError) as error:
-            raise self._killed() from error
-        key = self._busy.pop(pipe)
-        self._idle.append(pipe)
-        self._feed()
+        key, good, result = self._take()
+        self._num_busy -= 1
         if not good:
             raise result
         return key, result
 
-    @staticmethod
-    def _killed() -> WorkerKilledError:
-        return WorkerKilledError(
-            "a worker process was killed (out of memory?): use fewer --workers or a smaller --memory"
-        )
+    def _take(self) -> tuple[object, bool, Any]:
+        """An answer of another process, or the result of doing a waiting call here."""
+        with contextlib.suppress(queue.Empty):
+            return self._done.get_nowait()
+        try:
+            what = self._calls.get_nowait()
+        except queue.Empty:
+            return self._done.get()
+        assert what is not None
+        return what.key, True, call(what.name, what.args)
 
     def close(self) -> None:
-        """Let the workers end; those in a call are cut off."""
-        for process in self._processes if self._busy else ():
-            process.kill()
-        for pipe in (*self._idle, *self._busy):
-            pipe.close()
+        """Let the others end; those in a call are cut off."""
+        if self._num_busy:
+            for process in self._processes:
+                process.kill()
+        with contextlib.suppress(queue.Empty):
+            while True:  # what waits is not wanted any more
+                self._calls.get_nowait()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(WORKER_EXIT_SECONDS)
         for process in self._processes:
             process.join(WORKER_EXIT_SECONDS)
             if process.is_alive():

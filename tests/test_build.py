@@ -309,13 +309,15 @@ def test_an_empty_directory_and_missing_parents_will_do(tmp_path, source):
 # Crashes
 
 SLOW_BUILD = """
-import os, sys, time
+import multiprocessing, os, sys, time
 import shardgen.arrange, shardgen.journal, shardgen.cli
 shardgen.arrange.make_tasks.__defaults__ = (1,)  # one partition per task
 save = shardgen.journal.Journal.save_task
 def slow(self, result):
     save(self, result)
     if result.number == 3 and "PAUSE" in os.environ:
+        while len(multiprocessing.active_children()) < int(os.environ["CHILDREN"]):
+            time.sleep(0.05)
         print("ready", flush=True)
         time.sleep(60)
 shardgen.journal.Journal.save_task = slow
@@ -346,10 +348,11 @@ def go_on(tmp_path, *arguments):
 def start_slow_build(tmp_path, *arguments):
     """A build that stops after its fourth of ten partitions, as a process group of its own."""
     script = many_partitions(tmp_path)
+    workers = int(arguments[arguments.index("--workers") + 1]) if "--workers" in arguments else 1
     process = subprocess.Popen(
         [sys.executable, script, "build", *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PAUSE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PAUSE": "1", "CHILDREN": str(workers - 1)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -476,7 +479,7 @@ def test_resume_without_a_killed_build_starts_anew(tmp_path, source, clean):
 
 def test_a_killed_worker_is_one_error_line(tmp_path, source, clean):
     out = tmp_path / "out"
-    process = start_slow_build(tmp_path, source, "--out", out, "--workers", 2, *OPTIONS)
+    process = start_slow_build(tmp_path, source, "--out", out, "--workers", 3, *OPTIONS)
     workers = [pid for pid in session_members(process.pid) if pid != process.pid and is_worker(pid)]
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
@@ -503,13 +506,13 @@ def test_a_worker_killed_while_it_works_is_named(tmp_path, source):
     script.write_text(
         "import shardgen.arrange, shardgen.cli, shardgen.pools\n"
         "shardgen.arrange.make_tasks.__defaults__ = (1,)\n"
-        "next_done, calls = shardgen.pools.ProcessPool.next_done, []\n"
-        "def deadly(self):\n"
+        "calls = []\n"
+        "def deadly(self):\n"  # leaves all work to the other process
         "    calls.append(1)\n"
-        "    if len(calls) == 5:\n"
+        "    if len(calls) == 3:\n"
         "        self._processes[0].kill()\n"
-        "    return next_done(self)\n"
-        "shardgen.pools.ProcessPool.next_done = deadly\n"
+        "    return self._done.get()\n"
+        "shardgen.pools.ProcessPool._take = deadly\n"
         "if __name__ == '__main__':\n    shardgen.cli.main()\n"
     )
     found = subprocess.run(
