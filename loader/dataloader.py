@@ -17,7 +17,7 @@ from loader.dataset import BucketedDataset
 from loader.metrics import Meter
 from loader.predownload import Predownloader, ahead
 from loader.prefetch import Prefetcher
-from loader.progress import Progress, Session
+from loader.progress import Progress, Traversal
 from loader.raw import RawBatch
 from loader.reading import BatchReader, Order, finish, order_of
 from loader.walk import Task
@@ -122,11 +122,11 @@ class BucketedDataLoader:
         """Begin a pass: the loaded position if there is one, else the whole next epoch."""
         self.dataset.check_world()
         self._end_pass()
-        session = self._progress.begin()
+        traversal = self._progress.begin()
         self.dataset.note_iterated(self._progress)
         self._meter = Meter()
         predownloader = self.dataset.predownloader()
-        running = _Pass(self, session, self._source(session, predownloader), predownloader)
+        running = _Pass(self, traversal, self._source(traversal, predownloader), predownloader)
         # The loader must not keep alive what its user has dropped: a `break` ends the pass.
         self._pass = weakref.ref(running)
         return running
@@ -139,14 +139,14 @@ class BucketedDataLoader:
         if running is not None:
             running.close()
 
-    def _source(self, session: Session, predownloader: Predownloader | None) -> Iterator[_Made]:
+    def _source(self, traversal: Traversal, predownloader: Predownloader | None) -> Iterator[_Made]:
         if predownloader is not None:
-            session.tasks = self._announced(session.tasks, predownloader)
+            traversal.tasks = self._announced(traversal.tasks, predownloader)
         if self.num_workers:
-            return self._from_workers(session)
+            return self._from_workers(traversal)
         if self._reader is None:
             self._reader = self.dataset.reader(self.collate_fn)  # kept, and with it its maps
-        made = _made_here(session, self._reader, self.dataset, self.pin_memory)
+        made = _made_here(traversal, self._reader, self.dataset, self.pin_memory)
         return Prefetcher(made, self.prefetch, self.timeout) if self.prefetch else made
 
     def _announced(self, tasks: Iterator[Task], predownloader: Predownloader) -> Iterator[Task]:
@@ -157,9 +157,9 @@ class BucketedDataLoader:
             lambda task: predownloader.want(np.unique(shard_of(task.planned.sample_ids)).tolist()),
         )
 
-    def _from_workers(self, session: Session) -> Iterator[_Made]:
+    def _from_workers(self, traversal: Traversal) -> Iterator[_Made]:
         orders = self._orders
-        orders.tasks = session.tasks
+        orders.tasks = traversal.tasks
         if self._workers is None:
             self._workers = DataLoader(
                 _WorkerReads(self.dataset.reader(self.collate_fn)),
@@ -256,10 +256,10 @@ def _stored_bytes(raw: Any) -> int:
 
 
 def _made_here(
-    session: Session, reader: BatchReader, dataset: BucketedDataset, pin_memory: bool
+    traversal: Traversal, reader: BatchReader, dataset: BucketedDataset, pin_memory: bool
 ) -> Iterator[_Made]:
     corpus = dataset.plans.corpus
-    for task in session.tasks:
+    for task in traversal.tasks:
         raw = reader.read(order_of(task, corpus))
         batch, meta = finish(raw, task, corpus, reader.collator, pin_memory=pin_memory)
         yield task, batch, meta, _stored_bytes(raw)
@@ -271,13 +271,13 @@ class _Pass:
     def __init__(
         self,
         loader: BucketedDataLoader,
-        session: Session,
+        traversal: Traversal,
         source: Iterator[_Made],
         predownloader: Predownloader | None,
     ) -> None:
         self.loader = loader
         self.predownloader = predownloader
-        self.session = session
+        self.traversal = traversal
         self.source = source
         self.meter = loader._meter
         self.over = False
@@ -289,7 +289,7 @@ class _Pass:
         if self.over:
             raise StopIteration
         progress = self.loader._progress
-        if not progress.is_current(self.session):
+        if not progress.is_current(self.traversal):
             self.close()
             raise RuntimeError("a newer pass over this loader has begun: use its iterator")
         began = time.perf_counter()
@@ -316,7 +316,7 @@ class _Pass:
         close = getattr(self.source, "close", None)
         if close is not None and close() is False:
             self.loader._reader = None  # a thread is stuck in it
-        self.loader._progress.end(self.session)
+        self.loader._progress.end(self.traversal)
 
     def __del__(self) -> None:
         if hasattr(self, "over"):

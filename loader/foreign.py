@@ -66,17 +66,17 @@ class SelfIterating:
         self.check_world()
         if self._passes.next_epoch != self._passes.first_epoch:  # workers have gone on meanwhile
             self._progress.set_epoch(self._passes.next_epoch)
-        session = self._progress.begin()
-        self._passes.reset(session.epoch + 1)
+        traversal = self._progress.begin()
+        self._passes.reset(traversal.epoch + 1)
         try:
-            for task in session.tasks:
+            for task in traversal.tasks:
                 batch = self._make(task)
                 self._progress.take(
                     task, task.planned.sample_ids if batch.meta is None else batch.meta.sample_ids
                 )
                 yield batch
         finally:
-            self._progress.end(session)
+            self._progress.end(traversal)
 
     def _iterate_share(self, worker: int, num_workers: int) -> Iterator[Any]:
         passes = self._passes

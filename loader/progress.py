@@ -15,7 +15,7 @@ from loader.walk import BlockRun, Plans, Task, tasks
 from shardgen.errors import UserError
 
 
-class Session:
+class Traversal:
     """One pass over an epoch, or over what is left of it."""
 
     def __init__(self, progress: Progress, start: ResumeState) -> None:
@@ -46,7 +46,7 @@ class Progress:
         self._next_epoch = 0
         self._epoch_was_set = False
         self._loaded: ResumeState | None = None
-        self._session: Session | None = None
+        self._traversal: Traversal | None = None
         self._place: ResumeState | tuple[BlockRun, int] = plans.at(0)
         self._delivered: Delivered | None = None
         self._finished: dict[int, int] = {}
@@ -61,11 +61,11 @@ class Progress:
 
     def _here(self) -> ResumeState:
         """Where the running pass began; between passes, where the next one begins."""
-        if self._session is None or self._loaded is not None:
+        if self._traversal is None or self._loaded is not None:
             return self.next_start()
         # Frameworks that count batches never ask for the end of a pass; they set the next epoch.
         is_over = not isinstance(self._place, ResumeState) and _ends_epoch(*self._place)
-        return self.next_start() if is_over and self._epoch_was_set else self._session.start
+        return self.next_start() if is_over and self._epoch_was_set else self._traversal.start
 
     @property
     def has_loaded(self) -> bool:
@@ -90,10 +90,10 @@ class Progress:
             return
         self._next_epoch = epoch
         self._epoch_was_set = True
-        if self._session is None:
+        if self._traversal is None:
             self._place = self.plans.at(epoch)
 
-    def begin(self) -> Session:
+    def begin(self) -> Traversal:
         """Start the next pass; one still running is over."""
         start = self.next_start()
         # A plan that is refused is refused before step 0, the later blocks' tails included.
@@ -106,17 +106,17 @@ class Progress:
         self._next_epoch = start.epoch + 1
         self._epoch_was_set = False
         self._delivered = None
-        self._session = Session(self, start)
-        return self._session
+        self._traversal = Traversal(self, start)
+        return self._traversal
 
-    def end(self, session: Session) -> None:
+    def end(self, traversal: Traversal) -> None:
         """Note that a pass was finished or given up."""
-        if self._session is session:
-            self._session = None
+        if self._traversal is traversal:
+            self._traversal = None
             self._delivered = None
 
-    def is_current(self, session: Session) -> bool:
-        return self._session is session
+    def is_current(self, traversal: Traversal) -> bool:
+        return self._traversal is traversal
 
     def take(self, task: Task, sample_ids: Any) -> None:
         """Note that the training loop takes a batch, and check the run's ids with its last one.
@@ -151,7 +151,7 @@ class Progress:
 
     def num_steps(self, epoch: int) -> int:
         """Steps of a whole epoch, those done before a resume included."""
-        here = self._loaded or (self._session.start if self._session else self.state())
+        here = self._loaded or (self._traversal.start if self._traversal else self.state())
         if here.epoch == epoch:
             return here.step + self.plans.size(here, self.options).steps
         if epoch in self._finished:
@@ -207,7 +207,7 @@ class Progress:
         """
         if num_samples < 0:
             raise UserError(f"num_samples is {num_samples}: it must be a whole number from 0")
-        start = start or self._loaded or (self._session.start if self._session else None)
+        start = start or self._loaded or (self._traversal.start if self._traversal else None)
         if start is None:
             place = self._place
             start = place if isinstance(place, ResumeState) else place[0].state_after(place[0].start)
