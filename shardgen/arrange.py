@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardgen.columns import plain_type
 from shardgen.formats import SourceFile
 from shardgen.layout import Column, Layout, ShardFormat, lay_out, sample_bytes
 from shardgen.policies import Samples
@@ -16,6 +17,9 @@ from shardgen.tasks import Task
 
 # Large enough to hide what starting a task costs, small enough to balance and to resume.
 TASK_BYTES = 32 << 20
+# A small build is cut finer, so that all workers have something to do.
+MIN_TASK_BYTES = 4 << 20
+MIN_TASKS = 16
 
 
 def bucket_directory(bucket: int, num_buckets: int) -> str:
@@ -79,18 +83,32 @@ def arrange(
     return Arrangement(order=order, bucket_counts=bucket_counts, layout=layout, shard_paths=paths)
 
 
+def _value_bytes(source: SourceFile, column: Column) -> int:
+    """Bytes of one value in memory: as decoded or as stored, whichever is wider."""
+    kind = plain_type(source.schema.field(column.name).type)
+    if column.kind == "text":
+        return 1
+    if column.kind != "scalar":
+        kind = plain_type(kind.value_type)
+    try:
+        width = -(-int(kind.bit_width) // 8)
+    except ValueError:  # of no fixed width
+        width = 8
+    return max(width, column.dtype.itemsize)
+
+
 def _row_bytes(
     source: SourceFile,
     columns: Sequence[Column],
     lengths: NDArray[np.int32],
     items: Mapping[str, NDArray[np.int64]],
 ) -> NDArray[np.int64]:
-    """Bytes that each row takes once decoded, about: source types may be wider than stored ones."""
+    """Bytes that each row takes once decoded, shape (R,)."""
     total = np.zeros(len(lengths), np.int64)
     tokens = np.maximum(lengths, 0).astype(np.int64)
     for column in columns:
-        count = items.get(column.name, tokens)
-        total += np.maximum(count, 0) * (1 if column.kind == "text" else 8) if column.kind != "scalar" else 8
+        width = _value_bytes(source, column)
+        total += width if column.kind == "scalar" else np.maximum(items.get(column.name, tokens), 0) * width
     return total
 
 
@@ -100,11 +118,13 @@ def make_tasks(
     samples: Samples,
     arrangement: Arrangement,
     columns: Sequence[Column],
-    task_bytes: int = TASK_BYTES,
+    task_bytes: int | None = None,
 ) -> list[Task]:
     """Cut the source into runs of partitions; how it is cut never shows in the output."""
     layout = arrangement.layout
     ids = arrangement.ids
+    if task_bytes is None:
+        task_bytes = min(max(int(layout.sizes.sum()) // MIN_TASKS, MIN_TASK_BYTES), TASK_BYTES)
     tasks: list[Task] = []
     for file, source in enumerate(sources):
         start = int(rows.file_start[file])

@@ -187,9 +187,7 @@ class ProcessPool:
                 self._calls.get_nowait()
         for _ in self._threads:
             self._calls.put(None)
-        for thread in self._threads:
-            thread.join(WORKER_EXIT_SECONDS)
-        for process in self._processes:
+        for process in list(self._processes):  # one that is still starting ends by itself
             process.join(WORKER_EXIT_SECONDS)
             if process.is_alive():
                 process.kill()
