@@ -100,13 +100,14 @@ def build(
     from shardgen.upstream import check_format
 
     check_format(options.compression, options.hashes)
+    sources = open_sources(inputs, options.split)
+    staging = _stage(inputs, sources, out, options)
     ragged: set[str] = set()
     while True:
         plan = _Plan(options)
         try:
-            with open_pool(options) as pool:  # workers start while lengths are read and boundaries found
-                sources = open_sources(inputs, options.split)
-                staging = _stage(inputs, sources, out, options)
+            # Workers start while lengths are read and boundaries found.
+            with open_pool(options, sum(source.num_bytes for source in sources)) as pool:
                 prepared = lay_out_build(sources, options, plan, progress, ragged)
                 manifest = _write(staging, pool, prepared, plan.found, options, progress)
             break

@@ -87,7 +87,12 @@ def build_options(options: dict[str, Any]) -> BuildOptions:
 @click.option("--shard-size", type=ByteSize(), default="64mb", help="Most bytes of a shard, uncompressed.")
 @click.option("--compression", help="Such as zstd:3; none by default.")
 @click.option("--hashes", callback=hash_names, default="xxh64", help="Comma-separated, or none.")
-@click.option("--workers", type=click.IntRange(1), default=1, help="Processes that read and write.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    help="Processes that read and write, at most; a small input needs fewer.",
+)
 @click.option("--memory", type=ByteSize(), default="512mb", help="Buffers of each process.")
 @click.option("--engine", type=click.Choice(["local", "ray"]), default="local", help="Who runs the workers.")
 @click.option("--ray-address", help="Ray cluster to use; a local one is started by default.")

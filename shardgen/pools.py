@@ -22,6 +22,8 @@ from shardgen.options import BuildOptions
 from shardgen.reading import RaggedColumnError
 
 WORKER_EXIT_SECONDS = 5
+# What one process builds while another starts (half a second); below it, more of them only cost.
+BYTES_PER_WORKER = 32 << 20
 
 
 class WorkerKilledError(UserError):
@@ -246,13 +248,19 @@ class RayPool:
 
 
 @contextmanager
-def open_pool(options: BuildOptions) -> Iterator[Pool]:
-    """The pool that the options ask for; one local worker is this process itself."""
-    if options.engine == "local" and options.workers == 1:
+def open_pool(options: BuildOptions, num_bytes: int) -> Iterator[Pool]:
+    """The pool that the options ask for; one local worker is this process itself.
+
+    Args:
+        options: What to build, and with how many workers at most.
+        num_bytes: Size of the source files; a small build gets fewer workers.
+    """
+    workers = min(options.workers, 1 + num_bytes // BYTES_PER_WORKER)
+    if options.engine == "local" and workers == 1:
         yield InlinePool()
         return
     remote = options.engine == "ray"
-    pool = RayPool(options.workers, options.ray_address) if remote else ProcessPool(options.workers)
+    pool = RayPool(options.workers, options.ray_address) if remote else ProcessPool(workers)
     try:
         yield pool
     finally:

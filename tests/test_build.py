@@ -216,7 +216,8 @@ def test_rows_without_tokens(tmp_path):
         ([3, 4, 5, -6], "in.parquet row 3: length -6 in column 'seq_len'"),
     ],
 )
-def test_a_stale_length_column_is_found(tmp_path, stored, message, workers):
+def test_a_stale_length_column_is_found(tmp_path, stored, message, workers, monkeypatch):
+    monkeypatch.setattr("shardgen.pools.BYTES_PER_WORKER", 1)
     source = table(token_rows([3, 4, 5, 6]), seq_len=pa.array(stored, pa.int32()))
     path = write_parquet(tmp_path / "in.parquet", source, 2)
     for policy in ({}, {"on_empty": "skip"}):
@@ -310,8 +311,9 @@ def test_an_empty_directory_and_missing_parents_will_do(tmp_path, source):
 
 SLOW_BUILD = """
 import multiprocessing, os, sys, time
-import shardgen.arrange, shardgen.journal, shardgen.cli
+import shardgen.arrange, shardgen.journal, shardgen.cli, shardgen.pools
 shardgen.arrange.make_tasks.__defaults__ = (1,)  # one partition per task
+shardgen.pools.BYTES_PER_WORKER = 1
 save = shardgen.journal.Journal.save_task
 def slow(self, result):
     save(self, result)
@@ -505,7 +507,7 @@ def test_a_worker_killed_while_it_works_is_named(tmp_path, source):
     script = tmp_path / "deadly.py"
     script.write_text(
         "import shardgen.arrange, shardgen.cli, shardgen.pools\n"
-        "shardgen.arrange.make_tasks.__defaults__ = (1,)\n"
+        "shardgen.arrange.make_tasks.__defaults__ = (1,)\nshardgen.pools.BYTES_PER_WORKER = 1\n"
         "calls = []\n"
         "def deadly(self):\n"  # leaves all work to the other process
         "    calls.append(1)\n"
@@ -542,6 +544,8 @@ def test_a_reader_that_fails_half_way_leaves_nothing(tmp_path, source):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk(tmp_path, source, workers, monkeypatch):
+    monkeypatch.setattr("shardgen.pools.BYTES_PER_WORKER", 1)
+
     def full(descriptor, offset, num_bytes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -251,7 +251,9 @@ def test_memory_and_workers_do_not_show_in_the_bytes(tmp_path, memory):
 
 
 def test_two_workers_give_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardgen.arrange.TASK_BYTES", 20_000)
+    monkeypatch.setattr("shardgen.pools.BYTES_PER_WORKER", 1)
+    # All work goes to the other process: this one would have done it before the other is up.
+    monkeypatch.setattr("shardgen.pools.ProcessPool._take", lambda pool: pool._done.get())
     monkeypatch.setattr("shardgen.arrange.make_tasks.__defaults__", (20_000,))
     lengths = np.random.default_rng(4).integers(1, 300, 500)
     path = write_parquet(tmp_path / "in.parquet", table(token_rows(lengths)), 25)
