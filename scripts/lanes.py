@@ -3,8 +3,8 @@
     python scripts/lanes.py [--nodes 2] [--ranks-per-node 2] [--samples 8000] [--json]
 
 Real processes, one cache directory per node and one remote. With ``num_canonical_nodes`` equal to the number
-of nodes, a node reads the shards of its own lane and downloads about its share of the set; the batches of a step
-do not depend on how many machines there are.
+of nodes, a node reads the shards of its own lane and downloads about its share of the set; the batches of a
+step do not depend on how many machines there are.
 """
 
 import argparse
@@ -107,13 +107,11 @@ def main() -> None:
         shares = ", ".join(f"{b:,} bytes ({b / total:.0%})" for b in result["downloaded_bytes"])
         delivered = sorted(i for step in result["steps"] for i in step)
         print(
-            f"{result['nodes']} nodes x {result['ranks_per_node']} ranks, {result['num_canonical_nodes']} lanes: "
-            f"each node downloaded {shares}; {len(delivered):,} samples in {len(result['steps'])} steps"
+            f"{result['nodes']} nodes x {result['ranks_per_node']} ranks, "
+            f"{result['num_canonical_nodes']} lanes: each node downloaded {shares}; {len(delivered):,} samples in {len(result['steps'])} steps"
         )
     same = results[1]["steps"] == results[2]["steps"]
-    print(
-        f"with lanes, the samples of every step {'do not depend' if same else 'DEPEND'} on the number of nodes"
-    )
+    print(f"with lanes, a step's samples {'do not depend' if same else 'DEPEND'} on the number of nodes")
     if arguments.json:
         print(json.dumps({"total_bytes": total, "num_samples": arguments.samples, "runs": results}))
 

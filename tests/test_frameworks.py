@@ -14,7 +14,7 @@ from datasets import make_dataset, mixed_lengths
 from loader import BucketedDataLoader, BucketedDataset
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-NUM_SAMPLES = 300
+NUM_SAMPLES = 297
 
 
 @pytest.fixture(scope="module")

@@ -140,10 +140,10 @@ def test_steps_hold_each_bucket_once_in_sum(data):
     assert epoch["num_steps"] == data["strategies"]["loader"]["num_steps"]
     sizes = np.diff([*epoch["first_step"], epoch["num_steps"]])
     assert (sizes > 0).all()
-    # Steps are of like size, so the mean over steps is the corpus's share, nearly.
+    # Steps are of like size, so the mean over steps is the corpus's share, but for the few of the tail.
     tokens = np.array([bucket["num_tokens"] for bucket in data["buckets"]["buckets"]])
     mean = sizes @ np.array(epoch["shares"]) / sizes.sum()
-    np.testing.assert_allclose(mean, tokens / tokens.sum(), atol=0.02)
+    np.testing.assert_allclose(mean, tokens / tokens.sum(), atol=0.03)
 
 
 @given(

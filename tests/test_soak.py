@@ -15,5 +15,6 @@ def test_every_sample_once_per_epoch_over_kills(python, root):
         r"(\d+) epochs, (\d+) samples, each exactly once per epoch; (\d+) kills", verdict
     ).groups()
     assert int(epochs) >= 2 and int(samples) == 1200 and int(kills) >= 9
-    groups, late = re.search(r"(\d+) kills of the whole group, (\d+) kills in the last 3 steps", runs).groups()
+    counted = re.search(r"(\d+) kills of the whole group, (\d+) kills in the last 3 steps", runs)
+    groups, late = counted.groups()
     assert int(groups) >= 3 and int(late) >= 3
