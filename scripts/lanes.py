@@ -108,7 +108,8 @@ def main() -> None:
         delivered = sorted(i for step in result["steps"] for i in step)
         print(
             f"{result['nodes']} nodes x {result['ranks_per_node']} ranks, "
-            f"{result['num_canonical_nodes']} lanes: each node downloaded {shares}; {len(delivered):,} samples in {len(result['steps'])} steps"
+            f"{result['num_canonical_nodes']} lanes: each node downloaded {shares}; {len(delivered):,} "
+            f"samples in {len(result['steps'])} steps"
         )
     same = results[1]["steps"] == results[2]["steps"]
     print(f"with lanes, a step's samples {'do not depend' if same else 'DEPEND'} on the number of nodes")
