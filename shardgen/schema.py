@@ -101,7 +101,10 @@ def _types(sources: Sequence[SourceFile], column: str) -> list[Any]:
     for source in sources:
         if column not in source.schema.names:
             names = ", ".join(map(repr, source.schema.names))
-            raise UserError(f"{source.path} has no column {column!r} (it has {names}): see --columns")
+            raise UserError(
+                f"{source.path} has no column {column!r} (it has {names}): name the right one with "
+                "--tokens-column, --loss-mask-column or --columns"
+            )
         if source.schema.names.count(column) > 1:
             raise UserError(f"{source.path} has two columns {column!r}: rename one")
         types.append(plain_type(source.schema.field(column).type))
