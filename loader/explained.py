@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from loader.built import SAMPLES, read_corpus, read_samples
 from loader.explain import find_batch, find_sample, left_ids, num_micro_steps
-from loader.options import EpochOptions, PlanOptions
+from loader.options import EpochOptions, PlanOptions, Tail
 from loader.state import ResumeState
 from loader.walk import Plans
-from shardgen.buckets import Buckets
 from shardgen.errors import UserError
 from shardgen.manifest import Manifest
 
@@ -76,6 +75,7 @@ class Explainer:
             UserError: Something cannot be read, or the state is of other data.
         """
         from shardgen.cli_options import Planning
+        from shardgen.cli_planning import best_boundaries, epoch_options_of, plan_options_of
 
         manifest = Manifest.load(directory)
         state = None if state_path is None else read_state(state_path)
@@ -83,7 +83,8 @@ class Explainer:
         sizes = np.array([shard["samples"] for shard in index], np.int64)
         corpus = read_corpus(manifest, sizes, lambda d: os.path.join(directory, d, SAMPLES), "causal")
         built: dict[str, Any] = {**manifest.options, "boundaries": list(manifest.boundaries)}
-        tail, epoch_options = "fill", None
+        tail: Tail = "fill"
+        epoch_options: EpochOptions | None = None
         if state is not None:
             if state.fingerprint != manifest.fingerprint:
                 raise UserError(
@@ -100,39 +101,18 @@ class Explainer:
                 built |= last.to_json()
                 tail = last.tail
         planning = Planning.of(options, built)
-        budget = planning.budget
-        longest = int(corpus.lengths.max())
-        budget.check_longest(corpus.lengths)
-        bounds = planning.boundaries
-        if bounds is None:
-            from shardgen.cli_planning import best_boundaries
-
-            bounds = best_boundaries(corpus.lengths, planning)
-        if epoch_options is None:
-            epoch_options = EpochOptions(
-                seed=planning.seed,
-                block_samples=planning.block_samples,
-                num_canonical_nodes=planning.num_canonical_nodes,
-            )
-        plan_options = PlanOptions(
-            boundaries=Buckets.from_upper_bounds(bounds, longest).boundaries,
-            token_budget=budget.tokens,
-            cost_budget=budget.cost_budget,
-            max_batch_size=budget.max_batch_size,
-            padding="longest" if planning.layout == "packed" else budget.padding,
-            pad_to_multiple_of=budget.pad_to_multiple_of,
-            quadratic_length=budget.cost_model.quadratic_length,
-            overhead_tokens=budget.cost_model.overhead_tokens,
-            lookahead=planning.lookahead,
-            world_size=planning.world_size,
-            accumulate=planning.accumulate,
-            layout=planning.layout,
-            tail=tail,  # type: ignore[arg-type]
-        )
+        planning.budget.check_longest(corpus.lengths)
+        boundaries = best_boundaries(corpus.lengths, planning)
+        plan_options = replace(plan_options_of(planning, boundaries), tail=tail)
         return cls(
             directory=directory,
             manifest=manifest,
-            plans=Plans(corpus, manifest.fingerprint, epoch_options, np.zeros(0, np.int64)),
+            plans=Plans(
+                corpus,
+                manifest.fingerprint,
+                epoch_options or epoch_options_of(planning),
+                np.zeros(0, np.int64),
+            ),
             options=plan_options,
             state=state,
             shards=tuple(shard["raw_data"]["basename"] for shard in index),

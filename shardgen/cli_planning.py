@@ -55,6 +55,34 @@ def best_boundaries(lengths: NDArray[np.integer[Any]], planning: Planning) -> tu
     ).boundaries
 
 
+def plan_options_of(planning: Planning, boundaries: tuple[int, ...]) -> PlanOptions:
+    """What may change between steps, as the planning options ask for it."""
+    budget = planning.budget
+    return PlanOptions(
+        boundaries=boundaries,
+        token_budget=budget.tokens,
+        cost_budget=budget.cost_budget,
+        max_batch_size=budget.max_batch_size,
+        padding="longest" if planning.layout == "packed" else budget.padding,
+        pad_to_multiple_of=budget.pad_to_multiple_of,
+        quadratic_length=budget.cost_model.quadratic_length,
+        overhead_tokens=budget.cost_model.overhead_tokens,
+        lookahead=planning.lookahead,
+        world_size=planning.world_size,
+        accumulate=planning.accumulate,
+        layout=planning.layout,
+    )
+
+
+def epoch_options_of(planning: Planning) -> EpochOptions:
+    """What is fixed within an epoch, as the planning options ask for it."""
+    return EpochOptions(
+        seed=planning.seed,
+        block_samples=planning.block_samples,
+        num_canonical_nodes=planning.num_canonical_nodes,
+    )
+
+
 def read_subject(
     inputs: Sequence[str], options: Mapping[str, Any], progress: Progress | None = None
 ) -> Subject:
@@ -92,29 +120,11 @@ def read_subject(
         planning.budget.check_longest(lengths)
         boundaries = best_boundaries(lengths, planning)
         corpus = Corpus(lengths=lengths, shard_sizes=sizes)
-    budget = planning.budget
     return Subject(
         corpus=corpus,
         planning=planning,
-        plan_options=PlanOptions(
-            boundaries=boundaries,
-            token_budget=budget.tokens,
-            cost_budget=budget.cost_budget,
-            max_batch_size=budget.max_batch_size,
-            padding="longest" if planning.layout == "packed" else budget.padding,
-            pad_to_multiple_of=budget.pad_to_multiple_of,
-            quadratic_length=budget.cost_model.quadratic_length,
-            overhead_tokens=budget.cost_model.overhead_tokens,
-            lookahead=planning.lookahead,
-            world_size=planning.world_size,
-            accumulate=planning.accumulate,
-            layout=planning.layout,
-        ),
-        epoch_options=EpochOptions(
-            seed=planning.seed,
-            block_samples=planning.block_samples,
-            num_canonical_nodes=planning.num_canonical_nodes,
-        ),
+        plan_options=plan_options_of(planning, boundaries),
+        epoch_options=epoch_options_of(planning),
     )
 
 
